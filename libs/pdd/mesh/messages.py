@@ -1,0 +1,281 @@
+"""The control plane's messages: what crosses between services over NATS, and nothing else.
+
+All are msgpack-encoded `msgspec.Struct`s under the version in `subjects.ROOT`. Numbers travel, not clocks: times are
+durations in seconds.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import TypeVar
+
+import msgspec
+
+from pdd.errors import RemoteError
+from pdd.kv import KvSpec, ModelIdentity, Ticket
+from pdd.types import AttemptKey, FinishReason, Path, Peer, Role, Sampling, StopRule, TokenEvent
+
+
+class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
+    """Base of all messages."""
+
+
+class Submit(Message, frozen=True):
+    """gateway -> P: compute this prompt. P starts at once; destinations follow in `Attach`.
+
+    `outputs` were emitted by earlier attempts; P extends over them too and samples the token after them.
+    """
+
+    key: AttemptKey
+    gateway: Peer
+    prompt: list[int]
+    outputs: list[int]
+    sampling: Sampling
+    stop: StopRule
+
+
+class Submitted(Message, frozen=True):
+    """P's answer: accepted, with the hit length P found."""
+
+    peer: Peer
+    hit_tokens: int
+
+
+class Reserve(Message, frozen=True):
+    """gateway -> MD or RLD: keep room for this request and answer with a ticket.
+
+    `source` is the P that will send KV. `max_outputs` is how many output tokens in all this stage may have to hold.
+    `handoff_at` (RLD only): hand over when exactly so many output tokens exist.
+    """
+
+    key: AttemptKey
+    gateway: Peer
+    source: Peer
+    prompt: list[int]
+    outputs: list[int]
+    sampling: Sampling
+    stop: StopRule
+    max_outputs: int
+    handoff_at: int | None = None
+
+
+class Reserved(Message, frozen=True):
+    """A ticket, and how long it lives without a sign of life."""
+
+    ticket: Ticket
+    lease_s: float
+
+
+class Attach(Message, frozen=True):
+    """gateway -> P: where the KV goes. `main` always; `relay` only on the relayed path.
+
+    `may_upgrade` lets P drop an unneeded `relay` when it decides again at its last chunk.
+    """
+
+    key: AttemptKey
+    path: Path
+    main: Ticket
+    relay: Ticket | None
+    may_release_relay: bool
+
+
+class KvReady(Message, frozen=True):
+    """MD -> RLD: all KV is here, with a seat and blocks for the rest: hand over when you like."""
+
+    key: AttemptKey
+    main: Peer
+
+
+class Withdraw(Message, frozen=True):
+    """RLD -> MD: forget hand-over `seq`, whose acknowledgement did not arrive."""
+
+    key: AttemptKey
+    seq: int
+
+
+class Withdrawn(Message, frozen=True):
+    """MD's answer: True, it does not own the request and never will under this seq; False, it took over already."""
+
+    withdrawn: bool
+
+
+class Cancel(Message, frozen=True):
+    """gateway -> any stage: drop this attempt. Answered once no byte of it is being written to anybody."""
+
+    key: AttemptKey
+    reason: str
+
+
+class Finished(Message, frozen=True):
+    """Whoever ended the answer -> gateway and peers. `end_position` is one past the last token, in prompt + output."""
+
+    key: AttemptKey
+    by: Peer
+    generation: int
+    end_position: int
+    reason: FinishReason
+
+
+class Failed(Message, frozen=True):
+    """A stage -> gateway: this attempt cannot go on here; `code` as in `pdd.errors`."""
+
+    key: AttemptKey
+    by: Peer
+    code: str
+    message: str
+
+
+class Replay(Message, frozen=True):
+    """gateway -> owner of the stream: send the output IDs from `first_position` on again."""
+
+    key: AttemptKey
+    first_position: int
+
+
+class Replayed(Message, frozen=True):
+    """IDs from `first_position` on, and how the answer ended, if it has."""
+
+    generation: int
+    first_position: int
+    ids: list[int]
+    finish: FinishReason | None
+
+
+class Ok(Message, frozen=True):
+    """Done; nothing to say."""
+
+
+class Phase(StrEnum):
+    """What a stage reports about an attempt."""
+
+    PREFILL_STARTED = "prefill_started"
+    PREFILL_CHUNK = "prefill_chunk"
+    PREFILL_DONE = "prefill_done"
+    RECEIVING = "receiving"
+    KV_READY = "kv_ready"
+    HANDED_OVER = "handed_over"
+    DECODING = "decoding"
+    ATTACHED = "attached"
+
+
+class Progress(Message, frozen=True):
+    """stage -> gateway, at phase changes and each second: a sign of life, and what the timeline is made of.
+
+    `received_bytes` are KV bytes this stage has received for the attempt, `tokens` the tokens it computed (P) or
+    sampled (RLD, MD), `recomputed_prompt_tokens` prompt tokens that a decode stage had to compute (must be 0).
+    """
+
+    key: AttemptKey
+    by: Peer
+    phase: Phase
+    received_bytes: int = 0
+    tokens: int = 0
+    recomputed_prompt_tokens: int = 0
+    path: Path | None = None
+    reason: str = ""
+
+
+class TokenBatch(Message, frozen=True):
+    """All token events of one (step, gateway)."""
+
+    by: Peer
+    events: list[TokenEvent]
+
+
+class Load(Message, frozen=True):
+    """How busy a stage is, and how fast."""
+
+    running: int
+    waiting: int
+    reserved: int
+    seats: int
+    free_blocks: int
+    total_blocks: int
+    steps: int
+    prompt_tokens: int
+    output_tokens: int
+    recomputed_prompt_tokens: int
+    prefill_tokens_per_s: float
+    itl_s: float
+    wan_backlog_bytes: int
+    wan_goodput_bytes_per_s: float | None
+    wan_rtt_s: float | None
+    stale_messages: int
+
+
+class Beat(Message, frozen=True):
+    """Every second from each stage. Each reader expires it by its own clock."""
+
+    peer: Peer
+    pid: int
+    identity: ModelIdentity
+    spec: KvSpec
+    max_model_len: int
+    fabric: str
+    load: Load
+    draining: bool = False
+
+
+class GatewayBeat(Message, frozen=True):
+    """Every second from each gateway: the attempts it still cares about. A stage drops what is missing from three."""
+
+    gateway: Peer
+    live: list[AttemptKey]
+
+
+class Lookup(Message, frozen=True):
+    """gateway -> cache: how many leading blocks of this chain does each instance hold? Hashes are 16 bytes each."""
+
+    fingerprint: str
+    hashes: list[bytes]
+
+
+class Hit(Message, frozen=True):
+    """`blocks` leading blocks are held by this instance."""
+
+    dc: str
+    role: Role
+    instance: str
+    blocks: int
+
+
+class LookupReply(Message, frozen=True):
+    """Instances that hold at least one leading block. A hint: the reservation gives the exact hit."""
+
+    hits: list[Hit]
+
+
+class KvEventKind(StrEnum):
+    """What happened to blocks of an instance."""
+
+    STORED = "stored"
+    REMOVED = "removed"
+    CLEARED = "cleared"
+
+
+class KvEvent(Message, frozen=True):
+    """Blocks of one instance appeared or went. `seq` counts from 0 within an epoch."""
+
+    peer: Peer
+    seq: int
+    kind: KvEventKind
+    fingerprint: str
+    hashes: list[bytes]
+
+
+MessageT = TypeVar("MessageT")
+
+_encoder = msgspec.msgpack.Encoder()
+
+
+def encode(message: object) -> bytes:
+    """Message to bytes."""
+    return _encoder.encode(message)
+
+
+def decode(data: bytes, kind: type[MessageT]) -> MessageT:
+    """Bytes to message. Raises `RemoteError("malformed")` naming the field that does not fit."""
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RemoteError("malformed", f"{getattr(kind, '__name__', kind)}: {error}") from None
