@@ -143,12 +143,12 @@ _BYTE_LEVELS = {
 
 def _from_gguf(path: Path) -> Tokenizer:
     try:
-        fields = gguf.GGUFReader(path).fields
+        fields = cast("dict[str, Any]", gguf.GGUFReader(path).fields)
     except (ValueError, OSError) as error:
         raise ModelError(f"model {path.name!r} is not a readable GGUF file: {error}") from error
 
     def value(key: str, default: Any = None) -> Any:
-        return cast("Any", fields[key]).contents() if key in fields else default
+        return fields[key].contents() if key in fields else default
 
     def required(key: str) -> Any:
         if key not in fields:

@@ -1,0 +1,1 @@
+"""OpenAI's HTTP surface over a `Generator`."""

@@ -1,0 +1,1 @@
+"""From output token IDs to the text a client may see."""
