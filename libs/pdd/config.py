@@ -75,9 +75,6 @@ class StageSettings(ProcessSettings, LineSettings):
     kv_window_bytes: int = Field(
         2 << 20, ge=1 << 16, description="KV bytes in flight per peer (sent, not acknowledged as applied)."
     )
-    relay_max_tokens: int = Field(
-        512, ge=1, description="Output tokens RelayDecode produces for one request before it pauses for MainDecode."
-    )
     lease_s: float = Field(30.0, gt=0, description="A reservation without progress or beat is dropped after this (s).")
 
     @model_validator(mode="after")
@@ -105,6 +102,9 @@ class GatewaySettings(ProcessSettings, LineSettings):
     max_model_len: int | None = Field(None, gt=1, description="Longest prompt + output; empty: the model's own.")
     pipeline: Pipeline = Field(
         Pipeline.PDD, description="Default layout: `pdd` (the router chooses), `pd-wan` or `pd-local`."
+    )
+    relay_max_tokens: int = Field(
+        512, ge=1, description="Output tokens RelayDecode produces for one request before it pauses for MainDecode."
     )
     queue_timeout_s: float = Field(30.0, gt=0, description="Longest wait for a stage with room; then 503 (s).")
     stall_timeout_s: float = Field(60.0, gt=0, description="An attempt without any progress fails after this (s).")

@@ -20,6 +20,7 @@ from nats.aio.client import Client
 from nats.aio.msg import Msg
 from nats.errors import MaxPayloadError, NoRespondersError, SlowConsumerError
 from nats.micro.request import Request as MicroRequest
+from nats.micro.service import Service
 from opentelemetry import context as otel_context
 from opentelemetry import propagate
 
@@ -61,7 +62,7 @@ class Bus:
     def __init__(self, client: Client) -> None:
         self._client = client
         self._tasks: set[asyncio.Task[None]] = set()
-        self._services: list[nats.micro.Service] = []
+        self._services: list[Service] = []
 
     async def publish(self, subject: str, message: object) -> None:
         """Send `message` to whoever listens: at most once, nobody answers.

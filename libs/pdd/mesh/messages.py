@@ -45,7 +45,8 @@ class Reserve(Message, frozen=True):
     """gateway -> MD or RLD: keep room for this request and answer with a ticket.
 
     `source` is the P that will send KV. `max_outputs` is how many output tokens in all this stage may have to hold.
-    `handoff_at` (RLD only): hand over when exactly so many output tokens exist.
+    For MD: `relay` is the RLD to tell `kv_ready`, if one is considered. For RLD: `main` is where it will hand over, and
+    `handoff_at` (experiments) fixes how many output tokens must exist by then.
     """
 
     key: AttemptKey
@@ -56,6 +57,8 @@ class Reserve(Message, frozen=True):
     sampling: Sampling
     stop: StopRule
     max_outputs: int
+    relay: Peer | None = None
+    main: Peer | None = None
     handoff_at: int | None = None
 
 
@@ -69,7 +72,7 @@ class Reserved(Message, frozen=True):
 class Attach(Message, frozen=True):
     """gateway -> P: where the KV goes. `main` always; `relay` only on the relayed path.
 
-    `may_upgrade` lets P drop an unneeded `relay` when it decides again at its last chunk.
+    `may_release_relay` lets P drop an unneeded `relay` when it decides again at its last chunk.
     """
 
     key: AttemptKey
@@ -90,6 +93,7 @@ class Withdraw(Message, frozen=True):
     """RLD -> MD: forget hand-over `seq`, whose acknowledgement did not arrive."""
 
     key: AttemptKey
+    sender: Peer
     seq: int
 
 
@@ -100,14 +104,21 @@ class Withdrawn(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """gateway -> any stage: drop this attempt. Answered once no byte of it is being written to anybody."""
+    """gateway -> every stage of an attempt that is over, whatever the reason. P answers once it writes to nobody."""
 
     key: AttemptKey
     reason: str
 
 
+class Drain(Message, frozen=True):
+    """RLD or MD -> P: never write under this transfer again. Answered once nothing of it is in flight any more."""
+
+    key: AttemptKey
+    transfer_id: str
+
+
 class Finished(Message, frozen=True):
-    """Whoever ended the answer -> gateway and peers. `end_position` is one past the last token, in prompt + output."""
+    """Whoever ended the answer -> gateway, which tells the others. `end_position` is one past the last token, in prompt + output."""
 
     key: AttemptKey
     by: Peer
@@ -133,10 +144,11 @@ class Replay(Message, frozen=True):
 
 
 class Replayed(Message, frozen=True):
-    """IDs from `first_position` on, and how the answer ended, if it has."""
+    """IDs from `first_position` on, the hash of the output before them, and how the answer ended, if it has."""
 
     generation: int
     first_position: int
+    prefix_hash: int
     ids: list[int]
     finish: FinishReason | None
 
@@ -211,6 +223,7 @@ class Beat(Message, frozen=True):
     identity: ModelIdentity
     spec: KvSpec
     max_model_len: int
+    step_tokens: int
     fabric: str
     load: Load
     draining: bool = False

@@ -21,11 +21,11 @@ MISSED_BEATS = 3
 
 
 class Registry:
-    """Latest beat of each live instance. `now` is a monotonic clock in seconds."""
+    """Latest beat of each live instance. `now` is a monotonic clock in seconds; `on_gone` hears of each loss."""
 
-    def __init__(self, now: Callable[[], float], on_gone: Callable[[Peer], None] | None = None) -> None:
+    def __init__(self, now: Callable[[], float]) -> None:
         self._now = now
-        self._on_gone = on_gone
+        self.on_gone: Callable[[Peer], None] | None = None
         self._heard: dict[tuple[str, Role, str], tuple[float, Beat]] = {}
 
     async def listen(self, bus: Bus, *, roles: tuple[Role, ...]) -> None:
@@ -71,5 +71,5 @@ class Registry:
         return known is not None and known[1].peer.epoch == peer.epoch
 
     def _gone(self, peer: Peer) -> None:
-        if self._on_gone is not None:
-            self._on_gone(peer)
+        if self.on_gone is not None:
+            self.on_gone(peer)

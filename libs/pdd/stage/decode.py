@@ -1,0 +1,294 @@
+"""A stage that decodes: takes KV in, takes the stream over, samples. RelayDecode and MainDecode are made of it.
+
+An attempt's life: reserved (blocks are held, KV arrives in them) -> started (it owns the stream and has all KV; the
+blocks belong to the engine) -> ended or handed on (KV is freed, output IDs stay for replay) -> forgotten. Blocks
+are freed only when no peer can still write them: see `_free_reserved`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import structlog
+
+from pdd.engine.engine import SequenceSpec, StepResult
+from pdd.errors import CapacityError, PddError, TooLargeError, UnreachableError
+from pdd.handoff.receiver import HandoffReceiver
+from pdd.mesh import subjects
+from pdd.mesh.bus import Endpoint
+from pdd.mesh.messages import Cancel, Drain, Ok, Phase, Replay, Replayed, Reserve, Reserved
+from pdd.stage.attempts import Attempts
+from pdd.stage.host import StageHost
+from pdd.stage.output import OutputStream
+from pdd.transfer.interface import KvImport, KvReceiver
+from pdd.types import AttemptKey, Handoff, HandoffReply, Peer, TokenEvent
+
+logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+_DRAIN_TIMEOUT_S = 5.0
+
+
+@dataclass
+class DecodeAttempt:
+    """One attempt on a decode stage."""
+
+    reserve: Reserve
+    blocks: list[int]
+    kv: KvImport
+    transport: KvReceiver
+    receiver: HandoffReceiver
+    stream: OutputStream
+    generation: int = 0
+    sampled: int = 0
+    started: bool = False
+    kv_freed: bool = False
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.reserve.key
+
+    @property
+    def gateway(self) -> Peer:
+        return self.reserve.gateway
+
+
+class DecodeEvents(Protocol):
+    """What RelayDecode and MainDecode add to a decode stage."""
+
+    def on_reserved(self, attempt: DecodeAttempt) -> None:
+        """A ticket was issued."""
+
+    def on_kv_complete(self, attempt: DecodeAttempt) -> None:
+        """All KV is here; the stream may or may not be ours yet."""
+
+    def on_outputs(self, attempt: DecodeAttempt) -> None:
+        """The stage knows more output IDs: handed over to it, or sampled by it. `attempt.stream.finish` may be set."""
+
+    def on_closed(self, attempt: DecodeAttempt) -> None:
+        """The attempt is over and forgotten."""
+
+
+class DecodeStage:
+    """See the module. `fabric` and `wan` receive KV from the same and from another datacenter."""
+
+    def __init__(self, host: StageHost, events: DecodeEvents, *, fabric: KvReceiver, wan: KvReceiver) -> None:
+        self._host = host
+        self._events = events
+        self._fabric = fabric
+        self._wan = wan
+        self.attempts: Attempts[DecodeAttempt] = Attempts(host.now)
+        host.on_abandoned = self._abandon
+        host.reserved = lambda: sum(not a.started and not a.kv_freed for _, a in self.attempts)
+        host.stale_messages = lambda: self.attempts.stale_messages
+
+    def endpoints(self) -> list[Endpoint]:
+        """The verbs that both decode stages serve."""
+        me = self._host.me
+        return [
+            Endpoint("reserve", subjects.endpoint(me, "reserve"), Reserve, self.reserve),
+            Endpoint("handoff", subjects.endpoint(me, "handoff"), Handoff, self.handoff),
+            Endpoint("cancel", subjects.endpoint(me, "cancel"), Cancel, self.cancel),
+            Endpoint("replay", subjects.endpoint(me, "replay"), Replay, self.replay),
+        ]
+
+    async def reserve(self, message: Reserve) -> Reserved:
+        """Hold a seat and blocks for prompt and `max_outputs`, and say where KV is accepted.
+
+        Raises `TooLargeError` if it can never fit, `CapacityError` if not now, `StaleError` if the attempt is over.
+        The same reservation again answers with the same ticket.
+        """
+        known = self.attempts.find(message.key)
+        if known is not None:
+            known.reserve = message
+            return Reserved(known.kv.ticket, self._host.lease_s)
+        pool = self._host.loaded.engine.blocks
+        spec = self._host.loaded.kv_pool.spec
+        needed = spec.blocks_for(len(message.prompt) + message.max_outputs)
+        if needed > pool.total_blocks:
+            raise TooLargeError(f"needs {needed} KV blocks, {self._host.me.role} has {pool.total_blocks}")
+        seats = self._host.engine.status().seats
+        if sum(not a.kv_freed for _, a in self.attempts) >= seats:
+            raise CapacityError(f"all {seats} seats of {self._host.me.role} are taken")
+        blocks = pool.allocate(needed)
+        transport = self._fabric if message.source.dc == self._host.me.dc else self._wan
+        covered = len(message.prompt) + len(message.outputs)
+        try:
+            kv = transport.open(message.key, blocks, 0, covered)
+            attempt = DecodeAttempt(
+                reserve=message,
+                blocks=blocks,
+                kv=kv,
+                transport=transport,
+                receiver=HandoffReceiver(message.prompt, message.outputs, covered),
+                stream=OutputStream(message.key, len(message.prompt), message.outputs),
+            )
+            self.attempts.open(message.key, attempt)
+        except PddError:
+            pool.decref(blocks)
+            raise
+        self._host.watch(message.key, message.gateway)
+        self._events.on_reserved(attempt)
+        attempt.tasks.append(self._host.tasks.spawn(self._receive(attempt), f"receive {message.key}"))
+        return Reserved(kv.ticket, self._host.lease_s)
+
+    async def handoff(self, message: Handoff) -> HandoffReply:
+        """Take the stream over, or refuse; acknowledged before any extending begins."""
+        attempt = self.attempts.get(message.key)
+        before = attempt.receiver.owned
+        reply = attempt.receiver.take(message)
+        if not reply.accepted:
+            logger.warning("handoff_refused", request_id=message.key.request_id, reason=reply.reason)
+        elif attempt.receiver.owned and not before:
+            attempt.stream.learn(attempt.receiver.ids)
+            attempt.generation = attempt.receiver.generation
+            self._report(attempt, Phase.HANDED_OVER)
+            self._start_if_ready(attempt)
+            self._events.on_outputs(attempt)
+        return reply
+
+    async def cancel(self, message: Cancel) -> Ok:
+        """Drop the attempt, whatever it is doing."""
+        await self.drop(message.key)
+        return Ok()
+
+    async def replay(self, message: Replay) -> Replayed:
+        """Say again which output IDs follow from a position on."""
+        attempt = self.attempts.get(message.key)
+        return attempt.stream.replay(message.first_position, attempt.generation)
+
+    def on_step(self, result: StepResult) -> None:
+        """Publish what one engine step sampled: one message per gateway."""
+        self._host.measure(result)
+        batches: dict[Peer, list[TokenEvent]] = {}
+        grown: list[DecodeAttempt] = []
+        for update in result.updates:
+            attempt = self.attempts.find(update.key)
+            if attempt is None or not update.new_tokens:
+                continue
+            batches.setdefault(attempt.gateway, []).extend(attempt.stream.emit(update.new_tokens, attempt.generation))
+            attempt.sampled += len(update.new_tokens)
+            attempt.stream.finish = update.finish
+            grown.append(attempt)
+        for gateway, events in batches.items():
+            self._host.publisher.publish(gateway, events)
+        for attempt in grown:
+            if attempt.stream.finish is not None:
+                self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}")
+            self._events.on_outputs(attempt)
+
+    async def fail(self, attempt: DecodeAttempt, error: PddError) -> None:
+        """The attempt cannot go on here: say so and drop it."""
+        await self._host.report_failed(attempt.key, attempt.gateway, error)
+        await self.drop(attempt.key)
+
+    async def drop(self, key: AttemptKey) -> None:
+        """Forget an attempt and free what it holds. Fine for one that is unknown or over."""
+        attempt = self.attempts.close(key)
+        if attempt is None:
+            return
+        self._host.unwatch(key)
+        for task in attempt.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        await self.free_kv(attempt)
+        self._events.on_closed(attempt)
+
+    async def free_kv(self, attempt: DecodeAttempt) -> None:
+        """Give the attempt's blocks back, keeping its output IDs."""
+        if attempt.kv_freed:
+            return
+        attempt.kv_freed = True
+        if attempt.started:
+            await self._host.engine.call(lambda engine: engine.release(attempt.key))
+        else:
+            attempt.transport.close(attempt.kv.ticket.transfer_id)
+            self._host.tasks.spawn(self._free_reserved(attempt), f"free {attempt.key}")
+
+    def _start_if_ready(self, attempt: DecodeAttempt) -> None:
+        outputs = attempt.receiver.start()
+        if outputs is None:
+            return
+        message = attempt.reserve
+        spec = SequenceSpec(
+            key=message.key,
+            prompt=message.prompt,
+            outputs=outputs,
+            sampling=message.sampling,
+            stop=message.stop,
+            num_computed=attempt.kv.ticket.end_token,
+            blocks=attempt.blocks,
+            sample_limit=message.max_outputs,
+        )
+        attempt.started = True
+        attempt.transport.close(attempt.kv.ticket.transfer_id)
+        # Queued here and now, so that a release that follows comes after it.
+        added = self._host.engine.call(lambda engine: engine.add(spec))
+        attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {attempt.key}"))
+
+    async def _confirm_start(self, attempt: DecodeAttempt, added: Awaitable[None]) -> None:
+        try:
+            await added
+        except PddError as error:
+            await self.fail(attempt, error)
+        else:
+            self._report(attempt, Phase.DECODING)
+
+    async def _receive(self, attempt: DecodeAttempt) -> None:
+        try:
+            await attempt.kv.wait_complete()
+        except PddError as error:
+            await self.fail(attempt, error)
+            return
+        attempt.receiver.kv_complete()
+        self._report(attempt, Phase.KV_READY)
+        self._start_if_ready(attempt)
+        self._events.on_kv_complete(attempt)
+
+    async def _end(self, attempt: DecodeAttempt) -> None:
+        finish = attempt.stream.finish
+        if finish is None:
+            return
+        await self.free_kv(attempt)
+        self._report(attempt, Phase.DECODING)
+        await self._host.report_finished(
+            attempt.key, attempt.gateway, attempt.generation, attempt.stream.end_position, finish
+        )
+
+    async def _free_reserved(self, attempt: DecodeAttempt) -> None:
+        """Free blocks that KV may still be arriving in, once it no longer can.
+
+        The stream fences itself: a closed transfer is refused before it reaches the pool. A fabric writes without
+        asking, so the sender must first confirm that it has drained, or its epoch must be gone.
+        """
+        source, ticket = attempt.reserve.source, attempt.kv.ticket
+        drained = attempt.transport.fences_itself or attempt.kv.complete
+        while not drained:
+            try:
+                message = Drain(attempt.key, ticket.transfer_id)
+                await self._host.bus.request(
+                    subjects.endpoint(source, "drain"), message, Ok, timeout_s=_DRAIN_TIMEOUT_S
+                )
+                drained = True
+            except UnreachableError:
+                drained = not self._host.registry.is_live(source)
+            except PddError as error:
+                logger.warning("drain_unconfirmed", source=source.instance, error=str(error))
+            if not drained:
+                await asyncio.sleep(1.0)
+        self._host.loaded.engine.blocks.decref(attempt.blocks)
+
+    def _report(self, attempt: DecodeAttempt, phase: Phase) -> None:
+        self._host.progress(
+            attempt.key,
+            attempt.gateway,
+            phase,
+            received_bytes=attempt.kv.received_bytes,
+            tokens=attempt.sampled,
+        )
+
+    def _abandon(self, key: AttemptKey) -> None:
+        self._host.tasks.spawn(self.drop(key), f"drop {key}")

@@ -1,0 +1,248 @@
+"""One attempt at one request: finds it stages, reserves, attaches, and tears all of it down again.
+
+Stages are asked in the order P, MD, RLD, and never released out of turn, so that two requests cannot wait for each
+other. P starts computing at once; where its KV goes is attached when the tickets are there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+import structlog
+
+from pdd.errors import CapacityError, PddError, RemoteError, UnreachableError
+from pdd.kv import Ticket
+from pdd.mesh import subjects
+from pdd.mesh.bus import Bus
+from pdd.mesh.messages import Attach, Cancel, Ok, Phase, Progress, Reserve, Reserved, Submit, Submitted
+from pdd.types import AttemptKey, Path, Peer, Pipeline, Role
+from services.gateway.generation import GenerationRequest, Report
+from services.gateway.prefix_view import HitTokens
+from services.gateway.router import Router
+
+logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+_RETRY_INTERVAL_S = 0.1
+_CANCEL_TIMEOUT_S = 5.0
+_CANCEL_TRIES = 3
+
+Reply = TypeVar("Reply")
+
+
+@dataclass
+class Stages:
+    """Instances that hold something for the attempt."""
+
+    prefill: Peer | None = None
+    main: Peer | None = None
+    relay: Peer | None = None
+    kv_ready: bool = False
+    handed_over: bool = False
+
+    def all(self) -> list[Peer]:
+        """Those that exist, in the order in which they were asked."""
+        return [peer for peer in (self.prefill, self.main, self.relay) if peer is not None]
+
+    def needs(self, peer: Peer) -> bool:
+        """Whether the attempt cannot go on without `peer`, as far as is known.
+
+        RelayDecode copes with MainDecode's death by itself, and nobody needs Prefill once its KV has arrived.
+        """
+        if peer == self.main:
+            return self.relay is None or self.handed_over
+        if peer == self.prefill:
+            return not self.kv_ready
+        return peer == self.relay and not self.handed_over
+
+
+class Attempt:
+    """See the module. `deadline` (on `now`'s clock) ends the search for room."""
+
+    def __init__(
+        self,
+        *,
+        key: AttemptKey,
+        me: Peer,
+        request: GenerationRequest,
+        emitted: Sequence[int],
+        report: Report,
+        bus: Bus,
+        router: Router,
+        relay_max_tokens: int,
+        deadline: float,
+        now: Callable[[], float],
+    ) -> None:
+        self.key = key
+        self.stages = Stages()
+        self._asked: list[Peer] = []
+        self._me = me
+        self._request = request
+        self._emitted = list(emitted)
+        self._report = report
+        self._bus = bus
+        self._router = router
+        self._relay_max_tokens = relay_max_tokens
+        self._deadline = deadline
+        self._now = now
+
+    async def start(self, hits: HitTokens) -> None:
+        """Submit, reserve, attach. Raises `CapacityError` when there was no room by the deadline."""
+        request, report = self._request, self._report
+        submit = Submit(
+            key=self.key,
+            gateway=self._me,
+            prompt=request.prompt,
+            outputs=self._emitted,
+            sampling=request.sampling,
+            stop=request.stop,
+        )
+        prefill, _ = await self._place(
+            lambda: self._router.prefills(hits), lambda peer: self._ask(peer, "submit", submit, Submitted)
+        )
+        self.stages.prefill = prefill
+        report.prefill = _name(prefill)
+
+        relay_hint = self._relay_hint(prefill)
+        reserve = self._reserve(prefill, max_outputs=request.stop.max_tokens, relay=relay_hint)
+        main, reserved = await self._place(
+            lambda: self._router.mains(prefill, request.pipeline, hits),
+            lambda peer: self._ask(peer, "reserve", reserve, Reserved),
+        )
+        self.stages.main = main
+        report.main_decode = _name(main)
+
+        forced = request.handoff_at is not None
+        decision = self._router.decide(
+            request.pipeline, prefill, reserved.ticket, relay_available=relay_hint is not None, forced_relay=forced
+        )
+        path, reason = decision.path, decision.reason
+        relay_ticket = None
+        if path is Path.RELAYED:
+            relay_ticket = await self._reserve_relay(prefill, main, relay_hint, patient=forced)
+            if relay_ticket is None:
+                path, reason = Path.DIRECT, "relay_full"
+        report.path, report.reason = path, reason
+        report.predicted_wait_ms = decision.exposed_wait_s * 1e3
+        attach = Attach(
+            key=self.key,
+            path=path,
+            main=reserved.ticket,
+            relay=relay_ticket,
+            may_release_relay=not forced,
+        )
+        await self._ask(prefill, "attach", attach, Ok)
+
+    async def progressed(self, progress: Progress) -> None:
+        """Keep track of who is still needed; release RelayDecode if Prefill found that it is not."""
+        if progress.by.role is Role.MAIN_DECODE:
+            self.stages.kv_ready |= progress.phase in (Phase.KV_READY, Phase.DECODING)
+            self.stages.handed_over |= progress.phase is Phase.HANDED_OVER
+        if progress.path is Path.DIRECT and self.stages.relay is not None:
+            relay, self.stages.relay = self.stages.relay, None
+            self._report.relay = None
+            await self._cancel(relay, "relay_not_needed")
+
+    async def close(self, reason: str) -> None:
+        """Make every stage drop the attempt. Those that cannot be reached drop it by the gateway's beat."""
+        await asyncio.gather(*(self._cancel(peer, reason) for peer in self._asked))
+        for peer in self._asked:
+            self._router.settle(peer)
+
+    async def _reserve_relay(
+        self, prefill: Peer, main: Peer, relay_hint: Peer | None, *, patient: bool
+    ) -> Ticket | None:
+        """A ticket from RelayDecode; None if it has no room and the request can do without."""
+        limit = self._request.handoff_at or self._relay_max_tokens
+        reserve = self._reserve(
+            prefill,
+            max_outputs=min(self._request.stop.max_tokens, max(limit, len(self._emitted) + 1)),
+            main=main,
+            handoff_at=self._request.handoff_at,
+        )
+        try:
+            relay, reserved = await self._place(
+                lambda: [relay_hint] if relay_hint is not None else self._router.relays(prefill),
+                lambda peer: self._ask(peer, "reserve", reserve, Reserved),
+                patient=patient,
+            )
+        except CapacityError as error:
+            if patient:
+                raise
+            logger.info("relay_declined", request_id=self.key.request_id, error=str(error))
+            return None
+        self.stages.relay = relay
+        self._report.relay = _name(relay)
+        return reserved.ticket
+
+    def _relay_hint(self, prefill: Peer) -> Peer | None:
+        if self._request.pipeline is not Pipeline.PDD:
+            return None
+        relays = self._router.relays(prefill)
+        return relays[0] if relays else None
+
+    def _reserve(
+        self,
+        prefill: Peer,
+        *,
+        max_outputs: int,
+        relay: Peer | None = None,
+        main: Peer | None = None,
+        handoff_at: int | None = None,
+    ) -> Reserve:
+        request = self._request
+        return Reserve(
+            key=self.key,
+            gateway=self._me,
+            source=prefill,
+            prompt=request.prompt,
+            outputs=self._emitted,
+            sampling=request.sampling,
+            stop=request.stop,
+            max_outputs=max_outputs,
+            relay=relay,
+            main=main,
+            handoff_at=handoff_at,
+        )
+
+    async def _place(
+        self, candidates: Callable[[], list[Peer]], ask: Callable[[Peer], Awaitable[Reply]], *, patient: bool = True
+    ) -> tuple[Peer, Reply]:
+        """Ask candidates, best first, until one has room; the patient ask again until the deadline.
+
+        Whoever is asked is noted first: if this is cancelled before the answer comes, `close` still reaches it.
+        """
+        while True:
+            refusal: PddError = CapacityError("no instance is available")
+            for peer in candidates():
+                self._asked.append(peer)
+                self._router.commit(peer)
+                try:
+                    return peer, await ask(peer)
+                except (UnreachableError, RemoteError) as error:
+                    if error.code not in (UnreachableError.code, CapacityError.code):
+                        raise
+                    refusal = error
+                self._asked.remove(peer)
+                self._router.settle(peer)
+            if not patient or self._now() >= self._deadline:
+                raise CapacityError(str(refusal))
+            await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    async def _ask(self, peer: Peer, verb: str, message: object, reply: type[Reply]) -> Reply:
+        return await self._bus.request(subjects.endpoint(peer, verb), message, reply)
+
+    async def _cancel(self, peer: Peer, reason: str) -> None:
+        subject = subjects.endpoint(peer, "cancel")
+        for _ in range(_CANCEL_TRIES):
+            try:
+                await self._bus.request(subject, Cancel(self.key, reason), Ok, timeout_s=_CANCEL_TIMEOUT_S)
+                return
+            except PddError as error:
+                logger.info("cancel_unconfirmed", request_id=self.key.request_id, to=peer.instance, error=str(error))
+
+
+def _name(peer: Peer) -> str:
+    return f"{peer.dc}/{peer.instance}"

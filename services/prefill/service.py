@@ -1,0 +1,337 @@
+"""Prefill: computes prompts, samples each first token, ships KV while it computes, hands the stream over.
+
+An attempt's life: submitted (computing starts at once) -> attached (destinations are known: KV that exists leaves at
+once, each further chunk when it exists) -> first token -> handed over -> delivered: then its blocks are free. Prefill
+decides the path again when it has the first token and knows what is left on the line.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+import structlog
+
+from pdd.engine.engine import SequenceSpec, StepResult
+from pdd.errors import CapacityError, DeadlineError, PddError, RemoteError, TooLargeError, UnreachableError
+from pdd.kv import Ticket
+from pdd.mesh import subjects
+from pdd.mesh.bus import Endpoint
+from pdd.mesh.messages import Attach, Cancel, Drain, Ok, Phase, Replay, Replayed, Submit, Submitted
+from pdd.policy.pipeline import Line, Transfer, choose_path
+from pdd.stage.attempts import TOMBSTONE_S, Attempts
+from pdd.stage.host import LineFigures, StageHost
+from pdd.stage.output import OutputStream
+from pdd.transfer.interface import KvExport, KvSender
+from pdd.types import AttemptKey, Handoff, HandoffReply, Path, Peer, Pipeline, TokenEvent, hash_prompt
+
+logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+_HANDOFF_TIMEOUT_S = 2.0
+_HANDOFF_TRIES = 5
+
+
+@dataclass
+class PrefillAttempt:
+    """One attempt on Prefill."""
+
+    submit: Submit
+    blocks: list[int]
+    stream: OutputStream
+    computed: int = 0
+    path: Path = Path.DIRECT
+    attach: Attach | None = None
+    exports: dict[str, KvExport] = field(default_factory=dict)
+    """Running exports by transfer ID."""
+    handing_over: bool = False
+    handed_over: bool = False
+    freeing: asyncio.Task[None] | None = None
+    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+
+    @property
+    def key(self) -> AttemptKey:
+        return self.submit.key
+
+    @property
+    def gateway(self) -> Peer:
+        return self.submit.gateway
+
+    @property
+    def target_tokens(self) -> int:
+        """How many tokens' KV Prefill computes: the prompt and what earlier attempts emitted."""
+        return len(self.submit.prompt) + len(self.submit.outputs)
+
+    @property
+    def sampled(self) -> bool:
+        """Whether the first token exists."""
+        return len(self.stream.ids) > len(self.submit.outputs)
+
+
+@dataclass(frozen=True)
+class LinePrior:
+    """The WAN line until it has been measured, and the exposed wait that is acceptable."""
+
+    goodput_bytes_per_s: float
+    delay_s: float
+    budget_s: float
+
+
+class PrefillService:
+    """See the module. `sender` opens exports to any kind of endpoint."""
+
+    def __init__(self, host: StageHost, sender: KvSender, prior: LinePrior) -> None:
+        self._host = host
+        self._sender = sender
+        self._prior = prior
+        self._attempts: Attempts[PrefillAttempt] = Attempts(host.now)
+        self._drained: dict[str, float] = {}
+        host.on_abandoned = self._abandon
+        host.stale_messages = lambda: self._attempts.stale_messages
+        host.line_figures = self._line_figures
+
+    def endpoints(self) -> list[Endpoint]:
+        """What Prefill serves."""
+        me = self._host.me
+        return [
+            Endpoint("submit", subjects.endpoint(me, "submit"), Submit, self.submit),
+            Endpoint("attach", subjects.endpoint(me, "attach"), Attach, self.attach),
+            Endpoint("drain", subjects.endpoint(me, "drain"), Drain, self.drain),
+            Endpoint("cancel", subjects.endpoint(me, "cancel"), Cancel, self.cancel),
+            Endpoint("replay", subjects.endpoint(me, "replay"), Replay, self.replay),
+        ]
+
+    async def submit(self, message: Submit) -> Submitted:
+        """Start computing. Raises `TooLargeError`, `CapacityError` (no blocks now) or `StaleError`."""
+        if self._attempts.find(message.key) is not None:
+            return Submitted(self._host.me, 0)
+        pool = self._host.loaded.engine.blocks
+        tokens = len(message.prompt) + len(message.outputs)
+        needed = self._host.loaded.kv_pool.spec.blocks_for(tokens)
+        if needed > pool.total_blocks or tokens >= self._host.loaded.max_model_len:
+            raise TooLargeError(f"prompt of {tokens} tokens needs {needed} KV blocks, prefill has {pool.total_blocks}")
+        if not pool.can_allocate(needed):
+            raise CapacityError("prefill has no free KV blocks")
+        blocks = pool.allocate(needed)
+        stream = OutputStream(message.key, len(message.prompt), message.outputs)
+        attempt = PrefillAttempt(message, blocks, stream)
+        try:
+            self._attempts.open(message.key, attempt)
+        except PddError:
+            pool.decref(blocks)
+            raise
+        self._host.watch(message.key, message.gateway)
+        spec = SequenceSpec(
+            key=message.key,
+            prompt=message.prompt,
+            outputs=message.outputs,
+            sampling=message.sampling,
+            stop=message.stop,
+            num_computed=0,
+            blocks=blocks,
+            sample_limit=len(message.outputs) + 1,
+        )
+        # Queued here and now, so that a release that follows comes after it.
+        added = self._host.engine.call(lambda engine: engine.add(spec))
+        self._host.progress(message.key, message.gateway, Phase.PREFILL_STARTED)
+        await added
+        return Submitted(self._host.me, 0)
+
+    async def attach(self, message: Attach) -> Ok:
+        """Destinations are known: send what exists, and the rest as it comes."""
+        attempt = self._attempts.get(message.key)
+        if attempt.attach is not None:
+            return Ok()
+        attempt.attach = message
+        attempt.path = message.path
+        for ticket in (message.relay, message.main):
+            if ticket is not None:
+                self._export(attempt, ticket)
+        self._hand_over_if_due(attempt)
+        return Ok()
+
+    async def drain(self, message: Drain) -> Ok:
+        """Stop writing under one transfer; answered once nothing of it is in flight."""
+        now = self._host.now()
+        self._drained = {k: t for k, t in self._drained.items() if now - t < TOMBSTONE_S}
+        self._drained[message.transfer_id] = now
+        attempt = self._attempts.find(message.key)
+        if attempt is not None:
+            await self._stop_export(attempt, message.transfer_id)
+        return Ok()
+
+    async def cancel(self, message: Cancel) -> Ok:
+        """Drop the attempt; answered once it writes to nobody."""
+        await self._drop(message.key)
+        return Ok()
+
+    async def replay(self, message: Replay) -> Replayed:
+        """Say the first token again."""
+        return self._attempts.get(message.key).stream.replay(message.first_position, 0)
+
+    def on_step(self, result: StepResult) -> None:
+        """After each engine step: ship what now exists, publish first tokens, hand over."""
+        self._host.measure(result)
+        batches: dict[Peer, list[TokenEvent]] = {}
+        for update in result.updates:
+            attempt = self._attempts.find(update.key)
+            if attempt is None:
+                continue
+            attempt.computed = update.num_computed
+            for export in attempt.exports.values():
+                export.advance(attempt.computed)
+            phase = Phase.PREFILL_DONE if update.new_tokens else Phase.PREFILL_CHUNK
+            self._host.progress(attempt.key, attempt.gateway, phase, tokens=attempt.computed)
+            if update.new_tokens:
+                batches.setdefault(attempt.gateway, []).extend(attempt.stream.emit(update.new_tokens, 0))
+                attempt.stream.finish = update.finish
+                if update.finish is not None:
+                    attempt.tasks.append(self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}"))
+                else:
+                    self._reconsider(attempt)
+                    self._hand_over_if_due(attempt)
+        for gateway, events in batches.items():
+            self._host.publisher.publish(gateway, events)
+
+    def _export(self, attempt: PrefillAttempt, ticket: Ticket) -> None:
+        if ticket.transfer_id in self._drained or attempt.stream.finish is not None or attempt.freeing is not None:
+            return
+        export = self._sender.open(ticket, attempt.key, attempt.blocks)
+        attempt.exports[ticket.transfer_id] = export
+        export.advance(attempt.computed)
+        work = self._deliver(attempt, ticket, export)
+        attempt.tasks.append(self._host.tasks.spawn(work, f"deliver {attempt.key}"))
+
+    async def _deliver(self, attempt: PrefillAttempt, ticket: Ticket, export: KvExport) -> None:
+        try:
+            await export.wait_delivered()
+        except PddError as error:
+            if attempt.exports.pop(ticket.transfer_id, None) is not None:
+                await self._fail(attempt, error)
+            return
+        logger.info(
+            "kv_transfer_completed",
+            request_id=attempt.key.request_id,
+            to=f"{ticket.holder.dc}/{ticket.holder.role}",
+            bytes=export.sent_bytes,
+        )
+        attempt.exports.pop(ticket.transfer_id, None)
+        await self._free_if_done(attempt)
+
+    async def _stop_export(self, attempt: PrefillAttempt, transfer_id: str) -> None:
+        export = attempt.exports.pop(transfer_id, None)
+        if export is not None:
+            await export.cancel()
+            await self._free_if_done(attempt)
+
+    def _reconsider(self, attempt: PrefillAttempt) -> None:
+        """With the first token at hand: is RelayDecode still worth its while?"""
+        attach = attempt.attach
+        if attach is None or attach.relay is None or not attach.may_release_relay:
+            return
+        export = attempt.exports.get(attach.main.transfer_id)
+        left = export.payload_bytes - export.acked_bytes if export is not None else 0
+        figures = self._line_figures()
+        line = Line(
+            backlog_bytes=max(figures.backlog_bytes - left, 0),
+            goodput_bytes_per_s=figures.goodput_bytes_per_s or self._prior.goodput_bytes_per_s,
+            delay_s=self._prior.delay_s,
+        )
+        transfer = Transfer(delta_bytes=left, last_chunk_bytes=0, remaining_compute_s=0.0)
+        decision = choose_path(Pipeline.PDD, line, transfer, budget_s=self._prior.budget_s, relay_available=True)
+        if decision.path is Path.DIRECT:
+            attempt.path = Path.DIRECT
+            work = self._stop_export(attempt, attach.relay.transfer_id)
+            attempt.tasks.append(self._host.tasks.spawn(work, f"release_relay {attempt.key}"))
+            self._host.progress(
+                attempt.key, attempt.gateway, Phase.PREFILL_DONE, path=Path.DIRECT, reason="relay_not_needed"
+            )
+
+    def _hand_over_if_due(self, attempt: PrefillAttempt) -> None:
+        due = attempt.sampled and attempt.attach is not None and attempt.stream.finish is None
+        if due and not attempt.handing_over:
+            attempt.handing_over = True
+            attempt.tasks.append(self._host.tasks.spawn(self._hand_over(attempt), f"handoff {attempt.key}"))
+
+    async def _hand_over(self, attempt: PrefillAttempt) -> None:
+        attach = attempt.attach
+        if attach is None:
+            return
+        relayed = attempt.path is Path.RELAYED and attach.relay is not None
+        ticket = attach.relay if relayed and attach.relay is not None else attach.main
+        message = Handoff(
+            key=attempt.key,
+            sender=self._host.me,
+            seq=1,
+            generation=0,
+            first_position=len(attempt.submit.prompt),
+            ids=attempt.stream.ids,
+            final=True,
+            covered_tokens=attempt.target_tokens,
+            prompt_hash=hash_prompt(attempt.submit.prompt),
+        )
+        try:
+            reply = await self._offer(ticket.holder, message)
+            if not reply.accepted:
+                raise RemoteError("handoff_refused", f"{ticket.holder.role} refused the hand-over: {reply.reason}")
+        except PddError as error:
+            await self._fail(attempt, error)
+            return
+        attempt.handed_over = True
+        await self._free_if_done(attempt)
+
+    async def _offer(self, target: Peer, message: Handoff) -> HandoffReply:
+        """The hand-over is idempotent by `seq`, so silence is answered by saying it again."""
+        subject = subjects.endpoint(target, "handoff")
+        for _ in range(_HANDOFF_TRIES - 1):
+            try:
+                return await self._host.bus.request(subject, message, HandoffReply, timeout_s=_HANDOFF_TIMEOUT_S)
+            except DeadlineError:
+                logger.warning("handoff_unanswered", request_id=message.key.request_id, to=target.instance)
+            except UnreachableError:
+                await asyncio.sleep(0.2)
+        return await self._host.bus.request(subject, message, HandoffReply, timeout_s=_HANDOFF_TIMEOUT_S)
+
+    async def _end(self, attempt: PrefillAttempt) -> None:
+        """The first token ended the answer: nothing more crosses."""
+        finish = attempt.stream.finish
+        if finish is None:
+            return
+        await self._free_kv(attempt)
+        await self._host.report_finished(attempt.key, attempt.gateway, 0, attempt.stream.end_position, finish)
+
+    async def _fail(self, attempt: PrefillAttempt, error: PddError) -> None:
+        await self._host.report_failed(attempt.key, attempt.gateway, error)
+        await self._drop(attempt.key)
+
+    async def _drop(self, key: AttemptKey) -> None:
+        attempt = self._attempts.close(key)
+        if attempt is None:
+            return
+        self._host.unwatch(key)
+        for task in attempt.tasks:
+            if task is not asyncio.current_task():
+                task.cancel()
+        await self._free_kv(attempt)
+
+    async def _free_if_done(self, attempt: PrefillAttempt) -> None:
+        if attempt.handed_over and not attempt.exports:
+            await self._free_kv(attempt)
+
+    async def _free_kv(self, attempt: PrefillAttempt) -> None:
+        """Stop all exports, then give the blocks back. Goes on to its end even if whoever waits is cancelled."""
+        if attempt.freeing is None:
+            attempt.freeing = self._host.tasks.spawn(self._give_back(attempt), f"free {attempt.key}")
+        await asyncio.shield(attempt.freeing)
+
+    async def _give_back(self, attempt: PrefillAttempt) -> None:
+        while attempt.exports:
+            _, export = attempt.exports.popitem()
+            await export.cancel()
+        await self._host.engine.call(lambda engine: engine.release(attempt.key))
+
+    def _abandon(self, key: AttemptKey) -> None:
+        self._host.tasks.spawn(self._drop(key), f"drop {key}")
+
+    def _line_figures(self) -> LineFigures:
+        figures = self._sender.wan_figures()
+        return LineFigures(figures.backlog_bytes, figures.goodput_bytes_per_s, figures.rtt_s)

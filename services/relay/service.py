@@ -1,0 +1,157 @@
+"""RelayDecode: decodes while MainDecode's KV is still on the WAN, then hands the stream over.
+
+Adds to a decode stage what only RelayDecode decides: when to hand over (`kv_ready`), and what to do when MainDecode
+refuses or is silent. The decisions are `pdd.handoff.sender`'s; this module carries them out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+
+import structlog
+
+from pdd.errors import DeadlineError, PddError, UnreachableError
+from pdd.handoff.sender import Action, AskBack, Freeze, HandoffSender, Offer, Release, Resume, State
+from pdd.mesh import subjects
+from pdd.mesh.bus import Endpoint
+from pdd.mesh.messages import KvReady, Ok, Phase, Withdraw, Withdrawn
+from pdd.stage.decode import DecodeAttempt, DecodeStage
+from pdd.stage.host import StageHost
+from pdd.transfer.interface import KvReceiver
+from pdd.types import AttemptKey, Handoff, HandoffReply, Peer, hash_prompt
+
+logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
+
+_OFFER_TIMEOUT_S = 2.0
+_ASK_BACK_INTERVAL_S = 0.2
+
+
+class RelayService:
+    """See the module."""
+
+    def __init__(self, host: StageHost, *, fabric: KvReceiver, wan: KvReceiver) -> None:
+        self._host = host
+        self.stage = DecodeStage(host, self, fabric=fabric, wan=wan)
+        self._handoffs: dict[AttemptKey, HandoffSender] = {}
+        host.registry.on_gone = self.main_gone
+
+    def endpoints(self) -> list[Endpoint]:
+        """What RelayDecode serves."""
+        kv_ready = Endpoint("kv_ready", subjects.endpoint(self._host.me, "kv_ready"), KvReady, self.kv_ready)
+        return [*self.stage.endpoints(), kv_ready]
+
+    async def kv_ready(self, message: KvReady) -> Ok:
+        """MainDecode is ready to take over: begin when due. Answered before the hand-over, which may take a step."""
+        attempt = self.stage.attempts.get(message.key)
+        self._act(attempt, self._handoffs[message.key].kv_ready(message.main))
+        return Ok()
+
+    def on_reserved(self, attempt: DecodeAttempt) -> None:
+        """A ticket was issued: the hand-over may not begin before the first token is known."""
+        first = len(attempt.reserve.outputs) + 1
+        self._handoffs[attempt.key] = HandoffSender(hold_until=max(first, attempt.reserve.handoff_at or first))
+
+    def on_kv_complete(self, attempt: DecodeAttempt) -> None:
+        """Nothing to do: the stage starts by itself."""
+
+    def on_outputs(self, attempt: DecodeAttempt) -> None:
+        """More output IDs: perhaps the hand-over is due, perhaps the answer has ended."""
+        handoff = self._handoffs[attempt.key]
+        if attempt.stream.finish is not None:
+            handoff.ended()
+        else:
+            self._act(attempt, handoff.outputs_grew(len(attempt.stream.ids)))
+            self._give_up_if_stuck(attempt)
+
+    def on_closed(self, attempt: DecodeAttempt) -> None:
+        """The attempt is over."""
+        self._handoffs.pop(attempt.key).ended()
+
+    def main_gone(self, peer: Peer) -> None:
+        """That peer is dead. If it is a MainDecode: take back what it was offered, go on with what is held."""
+        for key, attempt in self.stage.attempts:
+            self._act(attempt, self._handoffs[key].main_gone(peer))
+            self._give_up_if_stuck(attempt)
+
+    def _give_up_if_stuck(self, attempt: DecodeAttempt) -> None:
+        """At its limit and with no MainDecode left to take over, only a new attempt helps."""
+        main = attempt.reserve.main
+        at_limit = len(attempt.stream.ids) >= attempt.reserve.max_outputs
+        if at_limit and main is not None and not attempt.kv_freed and not self._host.registry.is_live(main):
+            error = UnreachableError(f"main_decode {main.instance} is gone")
+            attempt.tasks.append(self._host.tasks.spawn(self.stage.fail(attempt, error), f"fail {attempt.key}"))
+
+    def _act(self, attempt: DecodeAttempt, actions: Sequence[Action]) -> None:
+        for action in actions:
+            work = self._carry_out(attempt, action)
+            attempt.tasks.append(self._host.tasks.spawn(work, f"{type(action).__name__.lower()} {attempt.key}"))
+
+    async def _carry_out(self, attempt: DecodeAttempt, action: Action) -> None:
+        handoff = self._handoffs[attempt.key]
+        match action:
+            case Freeze():
+                self._act(attempt, handoff.frozen(await self._freeze(attempt)))
+            case Offer():
+                await self._offer(attempt, handoff, action)
+            case AskBack():
+                await self._ask_back(attempt, handoff, action)
+            case Resume(generation):
+                attempt.generation = generation
+                if attempt.started:
+                    await self._host.engine.call(lambda engine: engine.thaw(attempt.key))
+            case Release(handed_over):
+                self._host.progress(attempt.key, attempt.gateway, Phase.HANDED_OVER, tokens=attempt.sampled)
+                logger.info("handoff_completed", request_id=attempt.key.request_id, tokens=handed_over)
+                await self.stage.free_kv(attempt)
+
+    async def _freeze(self, attempt: DecodeAttempt) -> list[int]:
+        """Output IDs at a standstill. Steps that ended before are published before this returns."""
+        if attempt.started:
+            await self._host.engine.call(lambda engine: engine.freeze(attempt.key))
+        return attempt.stream.ids
+
+    async def _offer(self, attempt: DecodeAttempt, handoff: HandoffSender, offer: Offer) -> None:
+        if handoff.state is not State.OFFERED:
+            return
+        prompt = attempt.reserve.prompt
+        message = Handoff(
+            key=attempt.key,
+            sender=self._host.me,
+            seq=offer.seq,
+            generation=offer.generation,
+            first_position=len(prompt),
+            ids=list(offer.ids),
+            final=True,
+            covered_tokens=attempt.kv.ticket.end_token,
+            prompt_hash=hash_prompt(prompt),
+        )
+        subject = subjects.endpoint(offer.main, "handoff")
+        try:
+            reply = await self._host.bus.request(subject, message, HandoffReply, timeout_s=_OFFER_TIMEOUT_S)
+        except (DeadlineError, UnreachableError):
+            actions = handoff.silent(offer.seq)
+        except PddError as error:
+            logger.warning("handoff_declined", request_id=attempt.key.request_id, error=str(error))
+            actions = handoff.refused(offer.seq)
+        else:
+            actions = handoff.accepted(offer.seq) if reply.accepted else handoff.refused(offer.seq)
+        self._act(attempt, actions)
+
+    async def _ask_back(self, attempt: DecodeAttempt, handoff: HandoffSender, action: AskBack) -> None:
+        message = Withdraw(attempt.key, self._host.me, action.seq)
+        subject = subjects.endpoint(action.main, "withdraw")
+        try:
+            answer = await self._host.bus.request(subject, message, Withdrawn, timeout_s=_OFFER_TIMEOUT_S)
+        except (DeadlineError, UnreachableError):
+            if not self._host.registry.is_live(action.main):
+                actions = handoff.main_gone(action.main)
+            else:
+                await asyncio.sleep(_ASK_BACK_INTERVAL_S)
+                actions = handoff.silent(action.seq)
+        except PddError:
+            # An error answer means that MainDecode has buried the attempt: it owns nothing.
+            actions = handoff.withdraw_answered(action.seq, withdrawn=True)
+        else:
+            actions = handoff.withdraw_answered(action.seq, answer.withdrawn)
+        self._act(attempt, actions)
