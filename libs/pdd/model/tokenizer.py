@@ -143,12 +143,12 @@ _BYTE_LEVELS = {
 
 def _from_gguf(path: Path) -> Tokenizer:
     try:
-        fields = cast("dict[str, Any]", gguf.GGUFReader(path).fields)
+        fields = gguf.GGUFReader(path).fields
     except (ValueError, OSError) as error:
         raise ModelError(f"model {path.name!r} is not a readable GGUF file: {error}") from error
 
-    def value(key: str, default: Any = None) -> Any:
-        return fields[key].contents() if key in fields else default
+    def value(key: str, default: object = None) -> Any:
+        return cast("object", fields[key].contents()) if key in fields else default
 
     def required(key: str) -> Any:
         if key not in fields:
@@ -168,7 +168,7 @@ def _from_gguf(path: Path) -> Tokenizer:
     )
 
     def named(key: str) -> str | None:
-        token = value(f"tokenizer.ggml.{key}_token_id")
+        token = cast("int | None", value(f"tokenizer.ggml.{key}_token_id"))
         return None if token is None else tokens[token]
 
     bos = named("bos")

@@ -7,7 +7,7 @@ Nothing is ignored silently: a field is used, or it is known to change nothing, 
 from __future__ import annotations
 
 import re
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 import msgspec
 from msgspec import Meta, Struct
@@ -109,6 +109,7 @@ def parse(raw: bytes, kind: type[BodyT]) -> BodyT:
         raise invalid("The request body is nested too deeply.", None) from None
     if not isinstance(fields, dict):
         raise invalid("The request body must be a JSON object.", None)
+    fields = cast("dict[str, Any]", fields)
     for name, value in fields.items():
         if name not in kind.__struct_fields__:
             _require_harmless(name, value)
@@ -124,9 +125,9 @@ def parse(raw: bytes, kind: type[BodyT]) -> BodyT:
 def _without_nulls(value: Any) -> Any:
     """null means "not given", at every level."""
     if isinstance(value, dict):
-        return {key: _without_nulls(item) for key, item in value.items() if item is not None}
-    if isinstance(value, list) and value and not isinstance(value[0], int):
-        return [_without_nulls(item) for item in value]
+        return {key: _without_nulls(item) for key, item in cast("dict[str, Any]", value).items() if item is not None}
+    if isinstance(value, list):
+        return [_without_nulls(item) for item in cast("list[Any]", value)]
     return value
 
 

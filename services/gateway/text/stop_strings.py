@@ -14,7 +14,7 @@ class StopStrings:
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = stops
-        self._held = ""
+        self._held: str = ""
         self.found = False
 
     def push(self, text: str) -> str:
