@@ -78,6 +78,14 @@ def checksum(payload: memoryview) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
+def piece_checksum(memory: KvMemory, blocks: Sequence[int], base_token: int, piece: Piece) -> int:
+    """`checksum` of what `gather` gives, without the copy where the piece is a whole block (its bytes lie in order)."""
+    spec = memory.spec
+    if piece.nbytes(spec) == spec.block_bytes:
+        return checksum(memory.block(blocks[(piece.first_token - base_token) // spec.block_size]))
+    return checksum(gather(memory, blocks, base_token, piece))
+
+
 def _width(spec: KvSpec) -> int:
     return spec.num_kv_heads * spec.head_dim * DTYPE_BYTES[spec.dtype]
 

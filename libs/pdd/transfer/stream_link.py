@@ -126,7 +126,8 @@ class Link:
 
     async def _run_lane(self, lane: int) -> None:
         pause_s = self._timeouts.first_retry_s
-        while True:
+        # Not `while True`: before Python 3.13 a TaskGroup that fails while it is cancelled swallows the cancellation.
+        while not self._over.is_set():
             try:
                 async with asyncio.timeout(self._timeouts.connect_s):
                     connection = await self._connect()

@@ -42,7 +42,7 @@ class NumpyPool:
         self.bytes[:] = np.random.default_rng(seed).integers(0, 256, self.bytes.size, np.uint8)
 
     def tokens(self, blocks: list[int], first: int, end: int) -> npt.NDArray[np.uint8]:
-        """KV of positions `[first, end)` in `blocks`, as `[layers, 2, tokens, bytes]`. Written plainly, as an oracle."""
+        """KV of positions `[first, end)` in `blocks`, `[layers, 2, tokens, bytes]`. Written plainly, as an oracle."""
         spec = self.spec
         pool = self.bytes.reshape(self.num_blocks, spec.num_layers, 2, spec.block_size, -1)
         where = [(blocks[token // spec.block_size], token % spec.block_size) for token in range(first, end)]

@@ -49,7 +49,9 @@ def test_a_bound_below_one_token_of_one_layer_is_an_error() -> None:
 
 @settings(max_examples=60)
 @given(specs, st.sampled_from([1, 2, 3, 4, 8]), ranges, st.integers(1, 40), st.randoms(use_true_random=False))
-def test_kv_arrives_whatever_the_pages(source_spec: KvSpec, block_size: int, tokens: tuple[int, int], units: int, random) -> None:  # type: ignore[no-untyped-def]
+def test_kv_arrives_whatever_the_pages(
+    source_spec: KvSpec, block_size: int, tokens: tuple[int, int], units: int, random
+) -> None:  # type: ignore[no-untyped-def]
     target_spec = msgspec.structs.replace(source_spec, block_size=block_size)
     first = tokens[0] // block_size * block_size  # The receiver's hit is aligned to its own blocks.
     end = tokens[1]

@@ -1,5 +1,6 @@
 """Frames survive the round trip; garbage is refused by an error of ours before anything is allocated."""
 
+import contextlib
 import struct
 
 import msgspec
@@ -67,10 +68,8 @@ def test_garbage_gives_a_frame_within_bounds_or_our_error(prefix: bytes, header:
 def test_a_flipped_header_gives_a_frame_or_our_error(frame: wire.Frame, data: st.DataObject) -> None:
     header = bytearray(wire.encode(frame)[wire.PREFIX_BYTES :])
     header[data.draw(st.integers(0, len(header) - 1))] ^= data.draw(st.integers(1, 255))
-    try:
-        wire.decode_header(bytes(header), 0)
-    except TransferError as error:
-        assert str(error)
+    with contextlib.suppress(TransferError):
+        assert isinstance(wire.decode_header(bytes(header), 0), wire.Frame)
 
 
 @pytest.mark.parametrize(("header_bytes", "payload_bytes"), [(0, 0), (wire.MAX_HEADER_BYTES + 1, 0), (10, 1 << 31)])
