@@ -41,6 +41,8 @@ class Detokenizer:
         self._window.append(token)
         text = self._backend.decode(self._window)
         trailing = len(text) - len(text.rstrip(_REPLACEMENT))
+        if trailing and len(self._window) - self._context <= _MAX_UNFINISHED:
+            return ""
         end = len(text) - min(trailing, _MAX_UNFINISHED)
         delta = text[self._shown : end]
         self._shown = max(self._shown, end)
