@@ -69,8 +69,8 @@ class NixlReceiver:
         on_complete: ImportCallback | None = None,
     ) -> KvImport:
         """See `KvReceiver.open`."""
-        if self._agent is None:
-            raise TransferError("the receiver is not started")
+        if self._agent is None or self._task is None or self._task.done():
+            raise TransferError("the NIXL receiver is not running")
         check_room(self._memory.spec, blocks, first_token, end_token)
         endpoint = NixlEndpoint(self._agent.name, self._agent.metadata, self._memory.address, list(blocks))
         ticket = Ticket(uuid.uuid4().hex, self._me, first_token, end_token, self._memory.spec, endpoint)
@@ -87,6 +87,14 @@ class NixlReceiver:
             opened.fail(TransferError("the transfer was closed"))
 
     async def _run(self, agent: NixlAgent) -> None:
+        try:
+            await self._listen(agent)
+        except TransferError as error:
+            logger.error("kv_fabric_lost", reason=str(error))
+            for opened in self._imports.values():
+                opened.fail(error)
+
+    async def _listen(self, agent: NixlAgent) -> None:
         while True:
             notifications = (await agent.poll()).notifications
             for sender, data in notifications:

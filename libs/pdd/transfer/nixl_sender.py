@@ -92,6 +92,8 @@ class NixlSender:
         """See `KvSender.open`. The pools' specs must be equal."""
         if not isinstance(ticket.endpoint, NixlEndpoint):
             raise TransferError("the ticket is not for NIXL")
+        if self._task is None or self._task.done():
+            raise TransferError("the NIXL sender is not running")
         spec = self._memory.spec
         for field in spec.__struct_fields__:
             ours, theirs = getattr(spec, field), getattr(ticket.spec, field)
@@ -112,6 +114,14 @@ class NixlSender:
         self._pacing.wake()
 
     async def _run(self, agent: NixlAgent) -> None:
+        try:
+            await self._drive(agent)
+        except TransferError as error:
+            logger.error("kv_fabric_lost", reason=str(error))
+            for dialogue in list(self._dialogues.values()):
+                dialogue.export.fail(error)
+
+    async def _drive(self, agent: NixlAgent) -> None:
         while True:
             moved = await self._poll(agent)
             for dialogue in list(self._dialogues.values()):

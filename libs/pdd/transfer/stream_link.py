@@ -118,11 +118,14 @@ class Link:
 
     async def run(self) -> None:
         """Keep the lanes going until the link ends."""
-        async with asyncio.TaskGroup() as tasks:
-            lanes = [tasks.create_task(self._run_lane(lane)) for lane in range(self._limits.connections)]
-            await self._over.wait()
-            for lane in lanes:
-                lane.cancel()
+        try:
+            async with asyncio.TaskGroup() as tasks:
+                lanes = [tasks.create_task(self._run_lane(lane)) for lane in range(self._limits.connections)]
+                await self._over.wait()
+                for lane in lanes:
+                    lane.cancel()
+        finally:
+            self.end(TransferError("the link broke"))
 
     async def _run_lane(self, lane: int) -> None:
         pause_s = self._timeouts.first_retry_s
