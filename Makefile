@@ -1,0 +1,43 @@
+# make up     a whole mesh on this machine, with one request shown on a timeline (ARGS="--help" lists its options)
+# make test   the test suite
+# make lint   style, types, import rules
+
+SHELL := /bin/bash
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
+ARGS ?=
+
+.PHONY: up test lint
+.DEFAULT_GOAL := up
+
+up: $(VENV)/.installed
+	@$(BIN)/pdd up $(ARGS)
+
+test: $(VENV)/.installed-dev
+	@$(BIN)/python -c 'from pdd.model.source import ensure_default_model; ensure_default_model(print)'
+	@$(BIN)/pytest $(ARGS)
+
+lint: $(VENV)/.installed-dev
+	@$(BIN)/ruff check .
+	@$(BIN)/ruff format --check .
+	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
+	@$(BIN)/lint-imports
+
+$(VENV)/bin/python:
+	@echo "Creating $(VENV) with $(PYTHON)"
+	@$(PYTHON) -m venv $(VENV)
+
+# Torch first and by its exact version, so that nothing else decides which build is taken.
+$(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
+	@echo "Installing PyTorch"
+	@$(PIP) install "$$(sed -n 's/^engine = \["\(torch==[^"]*\)".*/\1/p' pyproject.toml)"
+	@echo "Installing PDD and what it needs"
+	@$(PIP) install -e '.[all]'
+	@touch $@
+
+$(VENV)/.installed-dev: $(VENV)/.installed
+	@echo "Installing the tools for tests and checks"
+	@$(PIP) install -e '.[dev]'
+	@touch $@
