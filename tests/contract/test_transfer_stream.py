@@ -145,10 +145,10 @@ async def test_backlog_goodput_and_round_trip(line: Line) -> None:
     assert line.sender.backlog_bytes(endpoint) == (NUM_BLOCKS - 32) * BIG.block_bytes
     measured = line.sender.goodput_bytes_per_s(endpoint)
     assert measured is not None
-    assert 0.5 * LANES * rate < measured < 1.5 * LANES * rate  # The proxy slows each lane.
+    assert 0.2 * LANES * rate < measured < 1.5 * LANES * rate  # The proxy slows each lane.
     round_trip_s = line.sender.round_trip_s(endpoint)
     assert round_trip_s is not None
-    assert 0 < round_trip_s < 0.2
+    assert 0 < round_trip_s < 1
     assert 0 < opened.elapsed_s < 10
     await export.cancel()
     assert line.sender.backlog_bytes(endpoint) == 0
@@ -163,7 +163,7 @@ async def test_a_black_hole_fails_the_export_within_the_deadline_and_frees_the_r
     export.advance(NUM_TOKENS)
     began_s = time.monotonic()
     assert "out of reach" in str(await failure(export.wait_delivered()))
-    assert time.monotonic() - began_s < FAST.reconnect_s + 2 * FAST.connect_s + 0.5
+    assert time.monotonic() - began_s < FAST.reconnect_s + 2 * FAST.connect_s + 2.0
     line.proxy.resume()
     await eventually(lambda: line.proxy.closed_by_receiver >= LANES)  # It gave up by itself, before the line healed.
     again = line.sender.open(line.through_proxy(opened.ticket), KEY, line.source_blocks)

@@ -16,7 +16,9 @@ class GoodputMeter:
     """
 
     def __init__(self) -> None:
-        self._samples: deque[tuple[float, float, int]] = deque()
+        self._samples: deque[tuple[float, float, int]] = deque()  # (end, span in seconds, bytes)
+        self._span_s = 0.0
+        self._bytes = 0
         self._last_ack_s: float | None = None
         self._rate: float | None = None
 
@@ -28,14 +30,20 @@ class GoodputMeter:
     def acked(self, now_s: float, size_bytes: int) -> None:
         """`size_bytes` were acknowledged at `now_s` (any monotonic clock)."""
         if self._last_ack_s is not None:
-            self._samples.append((now_s, now_s - self._last_ack_s, size_bytes))
-            while self._samples[0][0] < now_s - HORIZON_S:
-                self._samples.popleft()
-            measured_s = sum(span_s for _, span_s, _ in self._samples)
-            if measured_s >= MIN_MEASURED_S:
-                self._rate = sum(size for _, _, size in self._samples) / measured_s
+            self._add(now_s, now_s - self._last_ack_s, size_bytes)
+            if self._span_s >= MIN_MEASURED_S:
+                self._rate = self._bytes / self._span_s
         self._last_ack_s = now_s
 
     def idle(self) -> None:
         """Nothing is under way any more; the clock stops."""
         self._last_ack_s = None
+
+    def _add(self, end_s: float, span_s: float, size_bytes: int) -> None:
+        self._samples.append((end_s, span_s, size_bytes))
+        self._span_s += span_s
+        self._bytes += size_bytes
+        while self._samples[0][0] < end_s - HORIZON_S:
+            _, old_span_s, old_bytes = self._samples.popleft()
+            self._span_s -= old_span_s
+            self._bytes -= old_bytes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Callable, Sequence
 
 from pdd.errors import TransferError
@@ -59,7 +60,7 @@ class KvImport:
         """Seconds from the first applied bytes until now, or until the last ones once complete. 0 before the first."""
         if self._first_byte_s is None:
             return 0.0
-        return (self._last_byte_s if self.complete else self._loop.time()) - self._first_byte_s
+        return (self._last_byte_s if self.complete else time.monotonic()) - self._first_byte_s
 
     async def wait_complete(self) -> None:
         """Wait until `complete`; the caller sets a deadline. Raises `TransferError` if it fails or is closed before."""
@@ -75,7 +76,7 @@ class KvImport:
 
     def applied(self, piece: Piece) -> None:
         """Count `piece`, whose verified bytes are in the blocks. It may have been counted before."""
-        self._last_byte_s = self._loop.time()
+        self._last_byte_s = time.monotonic()
         if self._first_byte_s is None:
             self._first_byte_s = self._last_byte_s
         if self.complete:

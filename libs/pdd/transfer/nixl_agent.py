@@ -56,8 +56,8 @@ class NixlAgent:
         agent = cls(name, memory)
         try:
             await agent._call(agent._start)
-        except TransferError:
-            agent._thread.shutdown()
+        except BaseException:
+            agent._thread.shutdown(wait=False)
             raise
         return agent
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections.abc import Sequence
 
 import structlog
@@ -153,7 +154,7 @@ class NixlSender:
         dialogue = self._dialogues.get(message.transfer_id)
         if dialogue is None:
             return  # The export has ended; its last answers still arrive.
-        dialogue.heard_s = asyncio.get_running_loop().time()
+        dialogue.heard_s = time.monotonic()
         export = dialogue.export
         match message:
             case nixl_wire.Accepted(_, receiver) if receiver.epoch == export.ticket.holder.epoch:
@@ -170,7 +171,7 @@ class NixlSender:
 
     async def _advance(self, agent: NixlAgent, dialogue: _Dialogue) -> bool:
         """Send what may be sent now; say whether anything was. Raises `TransferError` if the receiver is gone."""
-        now_s = asyncio.get_running_loop().time()
+        now_s = time.monotonic()
         if not dialogue.offered:
             dialogue.offered, dialogue.heard_s = True, now_s
             await self._offer(agent, dialogue)

@@ -85,7 +85,11 @@ class KvExport:
             raise self.error
 
     async def cancel(self) -> None:
-        """End it. When this returns the transport neither reads its blocks nor writes into the receiver's any more."""
+        """End it. When this returns the transport neither reads its blocks nor writes into the receiver's any more.
+
+        By the stream that is at once. By NIXL it takes until the writes under way are over, towards a dead peer until
+        UCX gives it up; the caller sets a deadline, and does not reuse the blocks if it passes.
+        """
         self.fail(TransferError("the transfer was cancelled"))
         await self._quiet.wait()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-SHORTEST_PAUSE_S = 0.00025
+SHORTEST_PAUSE_S = 0.001  # What an event loop can time.
 LONGEST_PAUSE_S = 0.004
 
 

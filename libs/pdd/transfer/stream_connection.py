@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import socket
+import time
 from collections import deque
 
 import msgspec
@@ -16,6 +17,7 @@ from pdd.errors import TransferError
 from pdd.transfer import wire
 
 READ_BYTES = 256 * 1024
+PONG_BUFFER_BYTES = 64 * 1024
 
 
 class StreamTimeouts(msgspec.Struct, frozen=True):
@@ -39,11 +41,10 @@ class Connection:
         self._reader = reader
         self._writer = writer
         self._silence_s = silence_s
-        self._loop = asyncio.get_running_loop()
         self._payload = bytearray()
         self._round_trips_s: deque[float] = deque(maxlen=16)
-        self.heard_s = self._loop.time()
-        """Loop time of the last byte from the peer."""
+        self.heard_s = time.monotonic()
+        """Monotonic time of the last byte from the peer (the loop's own clock may be as coarse as a millisecond)."""
         sock: socket.socket = writer.get_extra_info("socket")
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         writer.transport.set_write_buffer_limits(high=0)
@@ -66,13 +67,14 @@ class Connection:
         while True:
             header_bytes, payload_bytes = wire.decode_prefix(await self._reader.readexactly(wire.PREFIX_BYTES))
             frame = wire.decode_header(await self._reader.readexactly(header_bytes), payload_bytes)
-            self.heard_s = self._loop.time()
+            self.heard_s = time.monotonic()
             match frame:
                 case wire.Ping(clock_s):
-                    self.write(wire.Pong(clock_s))
-                    await self.drain()
+                    # Never waits: reading goes on while a slice is written. Behind a full buffer it would tell nothing.
+                    if self._writer.transport.get_write_buffer_size() < PONG_BUFFER_BYTES:
+                        self.write(wire.Pong(clock_s))
                 case wire.Pong(clock_s):
-                    self._round_trips_s.append(self._loop.time() - clock_s)
+                    self.note_round_trip(time.monotonic() - clock_s)
                 case _:
                     return frame, await self._read_payload(payload_bytes)
 
@@ -89,10 +91,14 @@ class Connection:
     async def keep_alive(self) -> None:
         """Ping for ever. Raises `TransferError` once the peer has been silent for too long."""
         while True:
-            self.write(wire.Ping(self._loop.time()))
+            self.write(wire.Ping(time.monotonic()))
             await asyncio.sleep(self._silence_s / 4)
-            if self._loop.time() - self.heard_s > self._silence_s:
+            if time.monotonic() - self.heard_s > self._silence_s:
                 raise TransferError(f"peer silent for {self._silence_s} s")
+
+    def note_round_trip(self, round_trip_s: float) -> None:
+        """Add a measurement made elsewhere, as by a greeting."""
+        self._round_trips_s.append(round_trip_s)
 
     def abort(self) -> None:
         """Close at once; what was not sent is dropped."""
@@ -111,5 +117,5 @@ class Connection:
             payload[filled : filled + len(part)] = part
             filled += len(part)
             # A large slice on a slow line is a sign of life too.
-            self.heard_s = self._loop.time()
+            self.heard_s = time.monotonic()
         return payload

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import socket
+import time
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -68,13 +69,12 @@ class Link:
         self._limits = limits
         self._timeouts = timeouts
         self._on_end = on_end
-        self._loop = asyncio.get_running_loop()
         self._exports: dict[str, KvExport] = {}  # By transfer ID, oldest first.
         self._in_flight: dict[int, _InFlight] = {}
         self._in_flight_bytes = 0
         self._seq = itertools.count()
         self._connections: dict[int, Connection] = {}
-        self._out_of_reach_since_s = self._loop.time()
+        self._out_of_reach_since_s = time.monotonic()
         self._changed = asyncio.Event()
         self._over = asyncio.Event()
         self._meter = GoodputMeter()
@@ -98,7 +98,7 @@ class Link:
     def add(self, export: KvExport) -> None:
         """Queue `export` behind the others."""
         if not self._exports and not self._connections:
-            self._out_of_reach_since_s = self._loop.time()
+            self._out_of_reach_since_s = time.monotonic()
         self._exports[export.ticket.transfer_id] = export
 
     def export_changed(self, export: KvExport) -> None:
@@ -147,7 +147,7 @@ class Link:
         limit_s = self._timeouts.reconnect_s
         if not self._exports:
             self.end(TransferError("the link was idle"))
-        elif self._loop.time() - self._out_of_reach_since_s > limit_s:
+        elif time.monotonic() - self._out_of_reach_since_s > limit_s:
             where = f"{self.endpoint.host}:{self.endpoint.port}"
             self.end(TransferError(f"{self.holder.instance} at {where} was out of reach for {limit_s} s"))
 
@@ -159,10 +159,12 @@ class Link:
         sock: socket.socket = writer.get_extra_info("socket")
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, max(share, MIN_SEND_BUFFER_BYTES))
         connection = Connection(reader, writer, self._timeouts.silence_s)
+        greeted_s = time.monotonic()
         try:
             connection.write(self._hello)
             await connection.drain()
             answer, _ = await connection.read()
+            connection.note_round_trip(time.monotonic() - greeted_s)
         except BaseException:
             connection.abort()
             raise
@@ -243,7 +245,7 @@ class Link:
             match frame:
                 case wire.Ack(seq):
                     if (sent := self._settle(seq)) is not None:
-                        self._meter.acked(self._loop.time(), sent.size_bytes)
+                        self._meter.acked(time.monotonic(), sent.size_bytes)
                         sent.export.acked(sent.piece)
                         if not self._in_flight:
                             self._meter.idle()

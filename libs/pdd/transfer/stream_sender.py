@@ -45,6 +45,7 @@ class StreamSender:
         self._timeouts = timeouts or StreamTimeouts()
         self._links: dict[tuple[StreamEndpoint, str], Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._stopped = False
 
     def open(
         self, ticket: Ticket, key: AttemptKey, blocks: Sequence[int], *, on_acked: ExportCallback | None = None
@@ -52,6 +53,8 @@ class StreamSender:
         """See `KvSender.open`."""
         if not isinstance(ticket.endpoint, StreamEndpoint):
             raise TransferError("the ticket is not for the stream")
+        if self._stopped:
+            raise TransferError("the sender was stopped")
         spec = self._memory.spec
         for field in ("dtype", "num_layers", "num_kv_heads", "head_dim"):
             ours, theirs = getattr(spec, field), getattr(ticket.spec, field)
@@ -66,6 +69,7 @@ class StreamSender:
 
     async def stop(self) -> None:
         """Fail every live export and close every connection. Idempotent."""
+        self._stopped = True
         for link in list(self._links.values()):
             link.end(TransferError("the sender was stopped"))
         await asyncio.gather(*self._tasks)
