@@ -244,11 +244,10 @@ class Link:
             frame, _ = await connection.read()
             match frame:
                 case wire.Ack(seq):
-                    if (sent := self._settle(seq)) is not None:
+                    if (sent := self._in_flight.get(seq)) is not None:
                         self._meter.acked(time.monotonic(), sent.size_bytes)
+                        self._settle(seq)
                         sent.export.acked(sent.piece)
-                        if not self._in_flight:
-                            self._meter.idle()
                 case wire.Nack(seq, reason):
                     if (sent := self._settle(seq)) is not None:
                         self._refused(sent, reason)
@@ -259,6 +258,8 @@ class Link:
         sent = self._in_flight.pop(seq, None)
         if sent is not None:
             self._in_flight_bytes -= sent.size_bytes
+            if not self._in_flight:
+                self._meter.idle()
             self._changed.set()
         return sent
 
