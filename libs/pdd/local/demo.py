@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import httpx
@@ -18,6 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from pdd.errors import PddError, UnreachableError
+from pdd.local.loopback import client
 from pdd.types import Path, Pipeline
 
 MAX_TOKENS = 96
@@ -25,7 +26,7 @@ TIMEOUT_S = 120.0
 
 _TOWNS = ("Ansel", "Brice", "Corvo", "Dunmere", "Estrin", "Farrow", "Galen", "Hollin", "Isham", "Jorvik")
 _GOODS = ("salt", "copper", "timber", "wool", "barley", "glass", "honey", "slate", "linen", "tar")
-_FACTS = 110
+_FACTS = 101
 """About 3,000 tokens of the default model."""
 
 
@@ -53,41 +54,39 @@ class Seen(msgspec.Struct, frozen=True):
 def model_name(gateway_url: str) -> str:
     """The name the gateway serves its model under. Raises `UnreachableError`."""
     try:
-        answer = httpx.get(f"{gateway_url}/v1/models", timeout=TIMEOUT_S).raise_for_status()
-        return answer.json()["data"][0]["id"]
+        answer = client().get(f"{gateway_url}/v1/models", timeout=TIMEOUT_S)
+        return answer.raise_for_status().json()["data"][0]["id"]
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise _improper(gateway_url, error) from None
 
 
-def ask_mesh(gateway_url: str, pipeline: Pipeline, on_text: Callable[[str], None] = lambda text: None) -> Seen:
+def ask_mesh(gateway_url: str, pipeline: Pipeline) -> Seen:
     """Send the prompt and read the answer as it comes. Raises `PddError` if the mesh gives none."""
     text: list[str] = []
     chunk_ms: list[float] = []
     usage: dict[str, Any] | None = None
+    body = {
+        "model": model_name(gateway_url),
+        "messages": [{"role": "user", "content": prompt()}],
+        "max_tokens": MAX_TOKENS,
+        "temperature": 0,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+    }
     try:
-        with httpx.Client(base_url=gateway_url, timeout=TIMEOUT_S) as client:
-            body = {
-                "model": model_name(gateway_url),
-                "messages": [{"role": "user", "content": prompt()}],
-                "max_tokens": MAX_TOKENS,
-                "temperature": 0,
-                "stream": True,
-                "stream_options": {"include_usage": True},
-            }
-            began = time.monotonic()
-            with client.stream(
-                "POST", "/v1/chat/completions", json=body, headers={"x-pdd-pipeline": pipeline}
-            ) as answer:
-                if answer.is_error:
-                    answer.read()
-                    raise PddError(f"the gateway answered {answer.status_code}: {answer.json()['error']['message']}")
-                for event in _events(answer):
-                    usage = event.get("usage") or usage
-                    delta = event["choices"][0]["delta"].get("content") if event.get("choices") else None
-                    if delta:
-                        chunk_ms.append((time.monotonic() - began) * 1e3)
-                        text.append(delta)
-                        on_text(delta)
+        began = time.monotonic()
+        headers = {"x-pdd-pipeline": pipeline}
+        url = f"{gateway_url}/v1/chat/completions"
+        with client().stream("POST", url, json=body, headers=headers, timeout=TIMEOUT_S) as answer:
+            if answer.is_error:
+                answer.read()
+                raise PddError(f"the gateway answered {answer.status_code}: {answer.json()['error']['message']}")
+            for event in _events(answer):
+                usage = event.get("usage") or usage
+                delta = event["choices"][0]["delta"].get("content") if event.get("choices") else None
+                if delta:
+                    chunk_ms.append((time.monotonic() - began) * 1e3)
+                    text.append(delta)
     except (httpx.HTTPError, ValueError, LookupError) as error:
         raise _improper(gateway_url, error) from None
     if usage is None:

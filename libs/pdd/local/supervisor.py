@@ -6,12 +6,14 @@ started in turn goes down with it.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -82,7 +84,7 @@ class ProcessGroup:
 
     def start(self, spec: ProcessSpec) -> None:
         """Start one process. Raises `StartError` if its program cannot be run at all."""
-        with self.log_path(spec.name).open("ab") as log:
+        with self.log_path(spec.name).open("ab") as log, _signals_deferred():
             try:
                 self._running[spec.name] = psutil.Popen(
                     spec.argv,
@@ -135,6 +137,26 @@ class ProcessGroup:
                 kill_session(one.pid)
                 one.wait()
                 del self._running[name]
+
+
+@contextlib.contextmanager
+def _signals_deferred() -> Generator[None]:
+    """Hold SIGINT and SIGTERM back: what has been started must be written down before anything unwinds."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    caught: list[int] = []
+    previous = {
+        number: signal.signal(number, lambda number, _: caught.append(number))
+        for number in (signal.SIGINT, signal.SIGTERM)
+    }
+    try:
+        yield
+    finally:
+        for number, handler in previous.items():
+            signal.signal(number, handler)
+    for number in caught:
+        signal.raise_signal(number)
 
 
 def kill_session(leader: int) -> None:

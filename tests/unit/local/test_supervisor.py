@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import time
@@ -108,3 +109,19 @@ def test_logs_by_the_start_of_a_name(tmp_path: Path) -> None:
     assert [name for name, _ in tail(choose(tmp_path, None), 1)] == ["gateway", "relay-0"]
     with pytest.raises(ConfigError, match=r"no logs of cache; there are: gateway, relay-0"):
         choose(tmp_path, "cache")
+
+
+def test_an_interrupt_never_hides_a_process_that_was_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    group = ProcessGroup(tmp_path)
+    start = psutil.Popen
+
+    def interrupted(*args: object, **kwargs: object) -> psutil.Popen:
+        process = start(*args, **kwargs)
+        signal.raise_signal(signal.SIGINT)  # Ctrl-C in the worst moment
+        return process
+
+    monkeypatch.setattr(psutil, "Popen", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        group.start(python("one", "import time; time.sleep(60)"))
+    assert [one.name for one in group.ids()] == ["one"]
+    group.stop(["one"])
