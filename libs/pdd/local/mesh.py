@@ -16,8 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+import psutil
+
 from pdd.local import servers
 from pdd.local.cores import Assignment
+from pdd.local.footprint import model_size
 from pdd.local.instances import live_instances
 from pdd.local.plan import (
     MeshOptions,
@@ -29,7 +32,7 @@ from pdd.local.plan import (
     shaper_process,
     stages,
 )
-from pdd.local.preflight import check_gateway_port, check_model, free_ports
+from pdd.local.preflight import check_gateway_port, check_memory, check_model, free_ports
 from pdd.local.shaper import ask
 from pdd.local.state import RunState, StateDir
 from pdd.local.supervisor import ProcessGroup, ProcessId, ProcessSpec, stop_leftovers
@@ -129,7 +132,11 @@ class LocalMesh:
         self.gateway_url = f"http://127.0.0.1:{ports.gateway}"
         self.shaper_control = ports.shaper_control
 
-        self._start_servers(ports)
+        self._launch_servers(ports)
+        # Reading the model's header takes seconds: as long as the servers need to come up.
+        needed = len(stages(options)) * model_size(model).stage_bytes(options.dtype, options.pool_tokens)
+        check_memory(needed, psutil.virtual_memory().available)
+        self._await_servers(ports)
 
         self.assignments = placement(options, sorted(os.sched_getaffinity(0)))
         for one in self.assignments:
@@ -142,7 +149,7 @@ class LocalMesh:
         self.wait_ready()
         self._save(ready=True)
 
-    def _start_servers(self, ports: Ports) -> None:
+    def _launch_servers(self, ports: Ports) -> None:
         options = self._options
         self._progress(f"Starting NATS (one per datacenter), Valkey and the WAN ({_describe(options)})")
         run_dir = self._state.path / "servers"
@@ -155,6 +162,8 @@ class LocalMesh:
             servers.valkey_server(run_dir, ports.valkey),
         ):
             self._launch(spec)
+
+    def _await_servers(self, ports: Ports) -> None:
         ready = {
             "nats-a": lambda: servers.nats_ready(ports.nats_a_http),
             "the WAN's self-test": lambda: servers.shaper_ready(ports.shaper_control),
@@ -167,7 +176,7 @@ class LocalMesh:
         )
         measured = ask(ports.shaper_control).self_test
         self._progress(f"WAN measured: {measured.mbps:g} Mbit/s, round trip {measured.round_trip_ms:g} ms")
-        if fault := measured.fault(options.line):
+        if fault := measured.fault(self._options.line):
             self._progress(f"Warning: {fault}")
 
     def _launch(self, spec: ProcessSpec) -> None:

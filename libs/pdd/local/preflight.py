@@ -18,6 +18,15 @@ def check_model(model: Path) -> None:
         raise ConfigError(f"there is no model at {model}")
 
 
+def check_memory(needed_bytes: int, available_bytes: int) -> None:
+    """Raise `ConfigError` if the stages would not fit into memory."""
+    if needed_bytes > available_bytes:
+        raise ConfigError(
+            f"the stages need about {needed_bytes / 1e9:.1f} GB of memory and {available_bytes / 1e9:.1f} GB are "
+            "available; take fewer stages, a smaller --pool-tokens or another --dtype"
+        )
+
+
 def check_gateway_port(port: int) -> None:
     """Raise `ConfigError` if somebody listens on `port`."""
     if not _is_free(port):
