@@ -20,7 +20,7 @@ import psutil
 
 from pdd.local import servers
 from pdd.local.cores import Assignment
-from pdd.local.footprint import model_size
+from pdd.local.footprint import read_config, stage_bytes
 from pdd.local.instances import live_instances
 from pdd.local.plan import (
     MeshOptions,
@@ -134,7 +134,7 @@ class LocalMesh:
 
         self._launch_servers(ports)
         # Reading the model's header takes seconds: as long as the servers need to come up.
-        needed = len(stages(options)) * model_size(model).stage_bytes(options.dtype, options.pool_tokens)
+        needed = len(stages(options)) * stage_bytes(read_config(model), options.dtype, options.pool_tokens)
         check_memory(needed, psutil.virtual_memory().available)
         self._await_servers(ports)
 

@@ -2,38 +2,30 @@
 
 from __future__ import annotations
 
-import json
 import socket
 from pathlib import Path
 
 import pytest
 
 from pdd.errors import ConfigError, ModelError
-from pdd.local.footprint import PROCESS_BYTES, ModelSize, model_size
+from pdd.local.footprint import PROCESS_BYTES, read_config, stage_bytes, weight_count
 from pdd.local.preflight import check_memory, free_ports
 from pdd.model.source import ensure_default_model
 
 
 @pytest.mark.model
-def test_size_of_the_default_model() -> None:
-    size = model_size(ensure_default_model())
-    assert size == ModelSize(weights=134_515_008, num_layers=30, num_kv_heads=3, head_dim=64)
+def test_footprint_of_the_default_model() -> None:
+    config = read_config(ensure_default_model())
+    assert weight_count(config) == 134_515_008  # as the GGUF file's own tensors add up
     # 30 layers x (k, v) x 3 heads x 64 x 2 bytes = 23,040 bytes a token.
-    assert size.stage_bytes("bfloat16", 16_384) == PROCESS_BYTES + 2 * 134_515_008 + 23_040 * 16_384
-
-
-def test_size_of_a_directory(tmp_path: Path) -> None:
-    config = {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
-    (tmp_path / "config.json").write_text(json.dumps(config | {"torch_dtype": "float32"}))
-    (tmp_path / "model.safetensors").write_bytes(bytes(4000))
-    assert model_size(tmp_path) == ModelSize(weights=1000, num_layers=2, num_kv_heads=2, head_dim=8)
+    assert stage_bytes(config, "bfloat16", 16_384) == PROCESS_BYTES + 2 * 134_515_008 + 23_040 * 16_384
 
 
 def test_what_is_no_model_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "x.gguf").write_bytes(b"nonsense" * 10)
     for path in (tmp_path / "x.gguf", tmp_path):
-        with pytest.raises(ModelError, match="does not say how large") as caught:
-            model_size(path)
+        with pytest.raises(ModelError, match="is no model") as caught:
+            read_config(path)
         assert "\n" not in str(caught.value)
 
 
