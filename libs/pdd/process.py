@@ -22,9 +22,7 @@ logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 SettingsT = TypeVar("SettingsT", bound=ProcessSettings)
 
 
-def run(
-    kind: type[SettingsT], role: Role, serve: Callable[[SettingsT, Peer, asyncio.Event], Awaitable[None]]
-) -> None:
+def run(kind: type[SettingsT], role: Role, serve: Callable[[SettingsT, Peer, asyncio.Event], Awaitable[None]]) -> None:
     """Run `serve` until SIGTERM or SIGINT sets the event it is given, then exit 0.
 
     A `PddError` ends the process with status 1 and one line on stderr.

@@ -216,7 +216,7 @@ class Attempt:
         """
         while True:
             refusal: PddError = CapacityError("no instance is available")
-            for peer in candidates():
+            for peer in self._present(candidates):
                 self._asked.append(peer)
                 self._router.commit(peer)
                 try:
@@ -230,6 +230,15 @@ class Attempt:
             if not patient or self._now() >= self._deadline:
                 raise CapacityError(str(refusal))
             await asyncio.sleep(_RETRY_INTERVAL_S)
+
+    def _present(self, candidates: Callable[[], list[Peer]]) -> list[Peer]:
+        """Candidates right now. A first attempt with none fails at once; a later one waits for a restart."""
+        try:
+            return candidates()
+        except UnreachableError:
+            if self.key.attempt == 1:
+                raise
+            return []
 
     async def _ask(self, peer: Peer, verb: str, message: object, reply: type[Reply]) -> Reply:
         return await self._bus.request(subjects.endpoint(peer, verb), message, reply)

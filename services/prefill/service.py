@@ -20,10 +20,12 @@ from pdd.mesh.bus import Endpoint
 from pdd.mesh.messages import Attach, Cancel, Drain, Ok, Phase, Replay, Replayed, Submit, Submitted
 from pdd.policy.pipeline import Line, Transfer, choose_path
 from pdd.stage.attempts import TOMBSTONE_S, Attempts
-from pdd.stage.host import LineFigures, StageHost
+from pdd.stage.host import StageHost
 from pdd.stage.output import OutputStream
-from pdd.transfer.interface import KvExport, KvSender
+from pdd.transfer.interface import KvSender
+from pdd.transfer.outgoing import KvExport
 from pdd.types import AttemptKey, Handoff, HandoffReply, Path, Peer, Pipeline, TokenEvent, hash_prompt
+from services.prefill.line import LineMeter
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -41,12 +43,12 @@ class PrefillAttempt:
     computed: int = 0
     path: Path = Path.DIRECT
     attach: Attach | None = None
-    exports: dict[str, KvExport] = field(default_factory=dict)
+    exports: dict[str, KvExport] = field(default_factory=dict[str, KvExport])
     """Running exports by transfer ID."""
     handing_over: bool = False
     handed_over: bool = False
     freeing: asyncio.Task[None] | None = None
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
     @property
     def key(self) -> AttemptKey:
@@ -79,15 +81,16 @@ class LinePrior:
 class PrefillService:
     """See the module. `sender` opens exports to any kind of endpoint."""
 
-    def __init__(self, host: StageHost, sender: KvSender, prior: LinePrior) -> None:
+    def __init__(self, host: StageHost, sender: KvSender, line: LineMeter, prior: LinePrior) -> None:
         self._host = host
         self._sender = sender
+        self._line = line
         self._prior = prior
         self._attempts: Attempts[PrefillAttempt] = Attempts(host.now)
         self._drained: dict[str, float] = {}
         host.on_abandoned = self._abandon
         host.stale_messages = lambda: self._attempts.stale_messages
-        host.line_figures = self._line_figures
+        host.line_figures = line.figures
 
     def endpoints(self) -> list[Endpoint]:
         """What Prefill serves."""
@@ -195,6 +198,7 @@ class PrefillService:
     def _export(self, attempt: PrefillAttempt, ticket: Ticket) -> None:
         if ticket.transfer_id in self._drained or attempt.stream.finish is not None or attempt.freeing is not None:
             return
+        self._line.note(ticket)
         export = self._sender.open(ticket, attempt.key, attempt.blocks)
         attempt.exports[ticket.transfer_id] = export
         export.advance(attempt.computed)
@@ -229,8 +233,8 @@ class PrefillService:
         if attach is None or attach.relay is None or not attach.may_release_relay:
             return
         export = attempt.exports.get(attach.main.transfer_id)
-        left = export.payload_bytes - export.acked_bytes if export is not None else 0
-        figures = self._line_figures()
+        left = export.payload_bytes_total - export.acked_bytes if export is not None else 0
+        figures = self._line.figures()
         line = Line(
             backlog_bytes=max(figures.backlog_bytes - left, 0),
             goodput_bytes_per_s=figures.goodput_bytes_per_s or self._prior.goodput_bytes_per_s,
@@ -331,7 +335,3 @@ class PrefillService:
 
     def _abandon(self, key: AttemptKey) -> None:
         self._host.tasks.spawn(self._drop(key), f"drop {key}")
-
-    def _line_figures(self) -> LineFigures:
-        figures = self._sender.wan_figures()
-        return LineFigures(figures.backlog_bytes, figures.goodput_bytes_per_s, figures.rtt_s)

@@ -118,7 +118,10 @@ class Drain(Message, frozen=True):
 
 
 class Finished(Message, frozen=True):
-    """Whoever ended the answer -> gateway, which tells the others. `end_position` is one past the last token, in prompt + output."""
+    """Whoever ended the answer -> gateway, which tells the others.
+
+    `end_position` is one past the last token, in prompt + output.
+    """
 
     key: AttemptKey
     by: Peer

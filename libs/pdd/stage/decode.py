@@ -23,7 +23,8 @@ from pdd.mesh.messages import Cancel, Drain, Ok, Phase, Replay, Replayed, Reserv
 from pdd.stage.attempts import Attempts
 from pdd.stage.host import StageHost
 from pdd.stage.output import OutputStream
-from pdd.transfer.interface import KvImport, KvReceiver
+from pdd.transfer.incoming import KvImport
+from pdd.transfer.interface import KvReceiver
 from pdd.types import AttemptKey, Handoff, HandoffReply, Peer, TokenEvent
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -45,7 +46,7 @@ class DecodeAttempt:
     sampled: int = 0
     started: bool = False
     kv_freed: bool = False
-    tasks: list[asyncio.Task[None]] = field(default_factory=list)
+    tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
 
     @property
     def key(self) -> AttemptKey:
@@ -202,10 +203,10 @@ class DecodeStage:
         if attempt.kv_freed:
             return
         attempt.kv_freed = True
+        attempt.transport.close(attempt.kv.ticket.transfer_id)
         if attempt.started:
             await self._host.engine.call(lambda engine: engine.release(attempt.key))
         else:
-            attempt.transport.close(attempt.kv.ticket.transfer_id)
             self._host.tasks.spawn(self._free_reserved(attempt), f"free {attempt.key}")
 
     def _start_if_ready(self, attempt: DecodeAttempt) -> None:
@@ -224,7 +225,6 @@ class DecodeStage:
             sample_limit=message.max_outputs,
         )
         attempt.started = True
-        attempt.transport.close(attempt.kv.ticket.transfer_id)
         # Queued here and now, so that a release that follows comes after it.
         added = self._host.engine.call(lambda engine: engine.add(spec))
         attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {attempt.key}"))

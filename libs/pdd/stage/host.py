@@ -33,7 +33,7 @@ _SMOOTHING = 0.2
 
 @dataclass(frozen=True)
 class LineFigures:
-    """What a sender of KV measures of its line; all zero or None where nothing is sent."""
+    """What a sender of KV knows of its WAN line: bytes queued, goodput (None until measured) and round trip."""
 
     backlog_bytes: int = 0
     goodput_bytes_per_s: float | None = None

@@ -22,6 +22,8 @@ from pdd.types import AttemptKey, Peer
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
+_COMPLETED_REMEMBERED = 1024
+
 
 class StreamReceiver:
     """A `KvReceiver` over TCP. `advertise` is the address that tickets name, where it differs from the bound one."""
@@ -47,6 +49,8 @@ class StreamReceiver:
         self._advertise = advertise
         self._timeouts = timeouts or StreamTimeouts()
         self._imports: dict[str, KvImport] = {}
+        self._completed: dict[str, None] = {}
+        """Closed transfers that had arrived whole, oldest first."""
         self._connections: set[asyncio.Task[None]] = set()
         self._server: asyncio.Server | None = None
         self._endpoint: StreamEndpoint | None = None
@@ -95,7 +99,11 @@ class StreamReceiver:
     def close(self, transfer_id: str) -> None:
         """See `KvReceiver.close`. A fence: nothing is written into the transfer's blocks from here on."""
         opened = self._imports.pop(transfer_id, None)
-        if opened is not None:
+        if opened is not None and opened.complete:
+            self._completed[transfer_id] = None
+            if len(self._completed) > _COMPLETED_REMEMBERED:
+                del self._completed[next(iter(self._completed))]
+        elif opened is not None:
             opened.fail(TransferError("the transfer was closed"))
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -144,6 +152,8 @@ class StreamReceiver:
     def _apply(self, header: wire.Slice, payload: memoryview) -> wire.NackReason | None:
         """Write one slice into the pool, or say why not. Synchronous: see the module."""
         opened = self._imports.get(header.transfer_id)
+        if header.transfer_id in self._completed:
+            return None  # Sent again because the acknowledgement was lost: it was applied, and is not touched again.
         if opened is None:
             return wire.NackReason.UNKNOWN
         spec = self._memory.spec

@@ -22,7 +22,7 @@ from services.gateway.api.errors import ApiError, shutting_down, translate
 from services.gateway.api.prepare import Call, prepare
 from services.gateway.api.shape import Shape
 from services.gateway.api.surface import Surface
-from services.gateway.api.writers import Envelope, StreamWriter, WholeWriter, Writer, write_json
+from services.gateway.api.writers import Envelope, Extras, StreamWriter, WholeWriter, Writer, write_json
 from services.gateway.generation import Report
 from services.gateway.text.answer import AnswerText
 
@@ -72,12 +72,13 @@ class Exchange(Response):
             try:
                 async for emission in generation:
                     clock.tick(len(emission.tokens), time.perf_counter())
-                    await writer.push(text.push(emission), generation.report)
+                    known = len(text.ids)
+                    await writer.push(text.push(emission), text.ids[known:], generation.report)
                     if text.finish is not None:
                         break
             finally:
                 seconds = time.perf_counter() - self._arrived_s
-                surface.metrics.observe_answer(generation.report, len(call.request.prompt), text.tokens, seconds)
+                surface.metrics.observe_answer(generation.report, len(call.request.prompt), len(text.ids), seconds)
         if text.finish is None:
             raise RuntimeError("the generation ended without a reason")
         self._finish = text.finish
@@ -85,10 +86,9 @@ class Exchange(Response):
 
     def _writer(self, call: Call, outlet: Outlet) -> Writer:
         envelope = Envelope(self._shape, self._request_id, self._surface.model_name)
-        if call.stream:
-            usage = call.include_usage
-            return StreamWriter(outlet, self._shape, envelope, self._response_headers, include_usage=usage)
-        return WholeWriter(outlet, self._shape, envelope, self._response_headers)
+        extras = Extras(include_usage=call.include_usage, token_ids=call.return_token_ids)
+        kind = StreamWriter if call.stream else WholeWriter
+        return kind(outlet, self._shape, envelope, self._response_headers, extras)
 
     async def _fail(self, outlet: Outlet, error: ApiError) -> None:
         """End with `error`: a status while that is possible, else an event that is the last of the stream."""
@@ -111,11 +111,11 @@ def _usage(call: Call, text: AnswerText, report: Report) -> dict[str, Any]:
 
     KV that a stage received from another is no cache hit: it never counts as cached.
     """
-    prompt_tokens = len(call.request.prompt)
+    prompt_tokens, output_tokens = len(call.request.prompt), len(text.ids)
     return {
         "prompt_tokens": prompt_tokens,
-        "completion_tokens": text.tokens,
-        "total_tokens": prompt_tokens + text.tokens,
+        "completion_tokens": output_tokens,
+        "total_tokens": prompt_tokens + output_tokens,
         "prompt_tokens_details": {"cached_tokens": 0},
         "pdd": msgspec.to_builtins(report),
     }

@@ -30,6 +30,7 @@ class Call:
     stops: Sequence[str]
     stream: bool
     include_usage: bool
+    return_token_ids: bool
 
 
 async def prepare(surface: Surface, shape: Shape[BodyT], raw: bytes, headers: Headers, request_id: str) -> Call:
@@ -55,6 +56,7 @@ async def prepare(surface: Surface, shape: Shape[BodyT], raw: bytes, headers: He
         stops=[body.stop] if isinstance(body.stop, str) else body.stop,
         stream=body.stream,
         include_usage=body.stream_options is not None and body.stream_options.include_usage,
+        return_token_ids=body.return_token_ids,
     )
 
 

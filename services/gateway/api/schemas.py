@@ -38,6 +38,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
     top_k: Annotated[int, Meta(ge=-1, le=2**31 - 1)] = 0
     ignore_eos: bool = False
     stop_token_ids: list[TokenId] = msgspec.field(default_factory=list[int])
+    return_token_ids: bool = False
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True):

@@ -15,14 +15,14 @@ from services.gateway.text.stop_strings import StopStrings
 class AnswerText:
     """Follows the emissions of one request.
 
-    `finish` is set once the answer has ended: by the emission's own reason, or by a stop string. `tokens` counts
-    output tokens up to the one that ended it (a stop token counts; its text is not shown).
+    `finish` is set once the answer has ended: by the emission's own reason, or by a stop string. `ids` are the output
+    tokens up to the one that ended it (a stop token is among them; its text is not shown).
     """
 
     def __init__(self, backend: tokenizers.Tokenizer, stops: Sequence[str]) -> None:
         self._detokenizer = Detokenizer(backend)
         self._stops = StopStrings(stops)
-        self.tokens = 0
+        self.ids: list[int] = []
         self.finish: FinishReason | None = None
 
     def push(self, emission: Emission) -> str:
@@ -30,7 +30,7 @@ class AnswerText:
         shown: list[str] = []
         silent = len(emission.tokens) if emission.finish is FinishReason.STOP else None
         for index, token in enumerate(emission.tokens, start=1):
-            self.tokens += 1
+            self.ids.append(token)
             if index != silent:
                 shown.append(self._stops.push(self._detokenizer.push(token)))
             if self._stops.found:

@@ -139,7 +139,7 @@ def test_answer_counts_up_to_the_token_that_completed_the_stop_string(tokenizer:
     ids = tokenizer.encode("one two three four")
     answer = AnswerText(tokenizer.backend, ["o th"])
     assert answer.push(Emission(ids, finish=FinishReason.LENGTH)) == "one tw"
-    assert (answer.tokens, answer.finish) == (3, FinishReason.STOP)
+    assert (len(answer.ids), answer.finish) == (3, FinishReason.STOP)
 
 
 def test_answer_counts_but_does_not_show_the_stop_token(tokenizer: Tokenizer) -> None:
@@ -148,7 +148,7 @@ def test_answer_counts_but_does_not_show_the_stop_token(tokenizer: Tokenizer) ->
     assert answer.push(Emission(ids[:1])) == "one"
     assert answer.finish is None
     assert answer.push(Emission(ids[1:], finish=FinishReason.STOP)) == " two"
-    assert (answer.tokens, answer.finish) == (3, FinishReason.STOP)
+    assert (len(answer.ids), answer.finish) == (3, FinishReason.STOP)
 
 
 def test_answer_shows_what_was_held_back_at_its_end(tokenizer: Tokenizer) -> None:

@@ -1,0 +1,127 @@
+"""A whole mesh of real processes, and what it must reproduce: one engine, and transformers, on the same weights."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from collections.abc import AsyncIterator, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import pytest_asyncio
+
+from pdd.local.mesh import LocalMesh
+from pdd.local.plan import MeshOptions
+from pdd.model.source import ensure_default_model
+from pdd.model.tokenizer import Tokenizer, load_tokenizer
+
+SETTLE_S = 5.0
+OPTIONS = MeshOptions(
+    dtype="float32",
+    pool_tokens=12_288,
+    wan_mbps=500.0,
+    wan_delay_ms=5.0,
+    wan_jitter_ms=0.5,
+    gateway_port=0,
+)
+
+
+@pytest.fixture(scope="session")
+def model() -> Path:
+    """The default model's file."""
+    return ensure_default_model()
+
+
+@pytest.fixture(scope="session")
+def tokenizer(model: Path) -> Tokenizer:
+    """Its tokenizer."""
+    return load_tokenizer(model)
+
+
+@pytest.fixture(scope="session")
+def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
+    """Five services, two NATS servers, Valkey and a shaped WAN, in fp32."""
+    with LocalMesh(OPTIONS, tmp_path_factory.mktemp("mesh")) as running:
+        yield running
+
+
+@dataclass
+class Answer:
+    """A completion through the mesh."""
+
+    ids: list[int]
+    text: str
+    finish: str
+    usage: dict[str, Any]
+    headers: httpx.Headers = field(default_factory=httpx.Headers)
+
+    @property
+    def report(self) -> dict[str, Any]:
+        """The usage extension."""
+        return self.usage["pdd"]
+
+
+class Client:
+    """Completions by token IDs, for comparison with an engine's."""
+
+    def __init__(self, http: httpx.AsyncClient, model_name: str) -> None:
+        self.http = http
+        self.model_name = model_name
+
+    async def complete(
+        self,
+        prompt: list[int],
+        *,
+        max_tokens: int,
+        pipeline: str | None = None,
+        handoff_at: int | None = None,
+        **fields: Any,
+    ) -> Answer:
+        headers = {} if pipeline is None else {"x-pdd-pipeline": pipeline}
+        if handoff_at is not None:
+            headers["x-pdd-handoff-at"] = str(handoff_at)
+        body = {
+            "model": self.model_name,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            **fields,
+        }
+        response = await self.http.post("/v1/completions", json=body, headers=headers)
+        assert response.status_code == 200, response.text
+        answer = response.json()
+        choice = answer["choices"][0]
+        return Answer(choice["token_ids"], choice["text"], choice["finish_reason"], answer["usage"], response.headers)
+
+    async def instances(self) -> list[dict[str, Any]]:
+        """What `/mesh` says."""
+        return (await self.http.get("/mesh")).json()["instances"]
+
+
+@pytest_asyncio.fixture
+async def client(mesh: LocalMesh) -> AsyncIterator[Client]:
+    """A client of the mesh."""
+    async with httpx.AsyncClient(base_url=mesh.gateway_url, timeout=240) as http:
+        models = (await http.get("/v1/models")).json()
+        yield Client(http, models["data"][0]["id"])
+
+
+async def books_balance(client: Client) -> None:
+    """Once nothing runs, every block is free everywhere, and no decode stage ever computed a prompt token."""
+    deadline = time.monotonic() + SETTLE_S
+    while True:
+        loads = [(one["role"], one["load"]) for one in await client.instances()]
+        held = [role for role, load in loads if load["free_blocks"] != load["total_blocks"] or load["running"]]
+        if not held:
+            break
+        assert time.monotonic() < deadline, f"blocks are still held by {held}"
+        await asyncio.sleep(0.2)
+    assert all(load["recomputed_prompt_tokens"] == 0 for _, load in loads)
+
+
+os.environ.setdefault("UCX_TLS", "tcp,self")

@@ -1,0 +1,19 @@
+"""The prompts of the exactness checks, fixed beforehand: slices of a text that everybody has, 30 to 3,000 tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from pdd.model.tokenizer import Tokenizer
+
+LENGTHS = (30, 47, 64, 100, 150, 255, 256, 400, 700, 1100, 1800, 3000)
+"""Around block and chunk borders, and far beyond them."""
+
+ANSWER_TOKENS = 24
+
+
+def prompts(tokenizer: Tokenizer) -> list[list[int]]:
+    """One prompt of each length; each begins at another place of the licence text, so that none is a prefix."""
+    text = (Path(__file__).parents[2] / "LICENSE").read_text()
+    tokens = tokenizer.encode(text * 3)
+    return [tokens[37 * index : 37 * index + length] for index, length in enumerate(LENGTHS)]

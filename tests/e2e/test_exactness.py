@@ -1,0 +1,156 @@
+"""fp32 output is token-for-token the same however a request travels: every path, every handoff position.
+
+Real processes, real NATS and Valkey, real weights. A mismatch prints how near to a tie the reference was there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from pdd.engine.engine import SequenceSpec, generate
+from pdd.engine.loading import load_engine
+from pdd.local.mesh import LocalMesh
+from pdd.model.tokenizer import Tokenizer
+from pdd.types import AttemptKey, Sampling, StopRule
+from tests.e2e.conftest import Answer, Client, books_balance
+from tests.e2e.prompts import ANSWER_TOKENS, prompts
+from tests.e2e.reference import GREEDY, Reference
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(900)]
+
+AT_ONCE = 4
+SEEDED = Sampling(temperature=0.8, top_p=0.9, top_k=50, seed=20_261_201)
+
+WAYS: dict[str, dict[str, object]] = {
+    "pd-wan": {"pipeline": "pd-wan"},
+    "pd-local": {"pipeline": "pd-local"},
+    "pdd": {"pipeline": "pdd"},
+    "handoff right after the first token": {"handoff_at": 1},
+    "handoff at 2": {"handoff_at": 2},
+    "handoff at 7": {"handoff_at": 7},
+    "handoff at 16": {"handoff_at": 16},
+    "handoff right before the last token": {"handoff_at": ANSWER_TOKENS - 1},
+}
+
+
+@pytest.fixture(scope="module")
+def asked(tokenizer: Tokenizer) -> list[list[int]]:
+    return prompts(tokenizer)
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    return Reference(model)
+
+
+@pytest.fixture(scope="module")
+def greedy(reference: Reference, asked: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    return [reference.draw(prompt, ANSWER_TOKENS, GREEDY) for prompt in asked]
+
+
+@pytest.fixture(scope="module")
+def seeded(reference: Reference, asked: list[list[int]]) -> list[tuple[list[int], list[float]]]:
+    return [reference.draw(prompt, ANSWER_TOKENS, SEEDED) for prompt in asked[:8]]
+
+
+def explain(length: int, got: list[int], expected: list[int], margins: list[float]) -> str:
+    at = next((i for i, (a, b) in enumerate(zip(got, expected, strict=False)) if a != b), min(len(got), len(expected)))
+    margin = margins[at] if at < len(margins) else float("nan")
+    return f"prompt of {length}: token {at} differs, top-2 margin there {margin:.2e}; {got} != {expected}"
+
+
+async def ask_all(client: Client, asked: list[list[int]], **how: object) -> list[Answer]:
+    gate = asyncio.Semaphore(AT_ONCE)
+
+    async def one(prompt: list[int]) -> Answer:
+        async with gate:
+            return await client.complete(prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, **how)  # type: ignore[arg-type]
+
+    return await asyncio.gather(*(one(prompt) for prompt in asked))
+
+
+def test_transformers_generate_agrees_with_its_own_logits(
+    reference: Reference, asked: list[list[int]], greedy: list[tuple[list[int], list[float]]]
+) -> None:
+    for prompt, (tokens, margins) in zip(asked, greedy, strict=True):
+        generated = reference.generate(prompt, ANSWER_TOKENS, frozenset())
+        assert generated == tokens, explain(len(prompt), generated, tokens, margins)
+
+
+def test_one_bare_engine(
+    model: Path,
+    asked: list[list[int]],
+    greedy: list[tuple[list[int], list[float]]],
+    seeded: list[tuple[list[int], list[float]]],
+) -> None:
+    loaded = load_engine(model, dtype="float32", block_size=16, pool_tokens=4096, step_tokens=512, seats=4)
+    for sampling, expected in ((GREEDY, greedy), (SEEDED, seeded)):
+        for number, (prompt, (tokens, margins)) in enumerate(zip(asked, expected, strict=False)):
+            key = AttemptKey(f"{number:032x}", 1)
+            spec = SequenceSpec(key, prompt, [], sampling, StopRule(ANSWER_TOKENS))
+            got = generate(loaded.engine, spec)
+            assert got == tokens, explain(len(prompt), got, tokens, margins)
+
+
+@pytest.mark.parametrize("way", WAYS)
+async def test_every_way_through_the_mesh(
+    client: Client, asked: list[list[int]], greedy: list[tuple[list[int], list[float]]], way: str
+) -> None:
+    answers = await ask_all(client, asked, **WAYS[way])
+    for prompt, answer, (tokens, margins) in zip(asked, answers, greedy, strict=True):
+        assert answer.ids == tokens, explain(len(prompt), answer.ids, tokens, margins)
+        assert answer.finish == "length"
+        check_report(answer, len(prompt), WAYS[way])
+    await books_balance(client)
+
+
+def check_report(answer: Answer, prompt_tokens: int, how: dict[str, object]) -> None:
+    """It really went that way, and its KV really crossed: all of the prompt's, and nothing was computed again."""
+    report = answer.report
+    kv_bytes = prompt_tokens * 30 * 2 * 3 * 64 * 4
+    assert report["recomputed_prompt_tokens"] == 0
+    assert report["attempts"] == 1
+    by_role = (report["prefill_tokens"], report["relay_tokens"], report["main_decode_tokens"])
+    assert sum(by_role) == ANSWER_TOKENS
+    assert report["prefill_tokens"] == 1
+    if how.get("pipeline") == "pd-local":
+        assert (report["path"], report["kv_fabric_bytes"], report["kv_wan_bytes"]) == ("P->MD", kv_bytes, 0)
+    if how.get("pipeline") == "pd-wan":
+        assert (report["path"], report["kv_fabric_bytes"], report["kv_wan_bytes"]) == ("P->MD", 0, kv_bytes)
+    if "handoff_at" in how:
+        assert report["path"] == "P->RLD->MD"
+        assert (report["kv_fabric_bytes"], report["kv_wan_bytes"]) == (kv_bytes, kv_bytes)
+        assert report["handoff_position"] == how["handoff_at"]
+        assert report["relay_tokens"] == report["handoff_position"] - 1
+    assert answer.headers["x-pdd-path"] == report["path"]
+
+
+@pytest.mark.parametrize("way", ["pd-wan", "pd-local", "handoff at 7", "handoff right before the last token"])
+async def test_seeded_sampling(
+    client: Client, asked: list[list[int]], seeded: list[tuple[list[int], list[float]]], way: str
+) -> None:
+    fields = {"temperature": SEEDED.temperature, "top_p": SEEDED.top_p, "top_k": SEEDED.top_k, "seed": SEEDED.seed}
+    answers = await ask_all(client, asked[:8], **WAYS[way], **fields)
+    for prompt, answer, (tokens, margins) in zip(asked, answers, seeded, strict=False):
+        assert answer.ids == tokens, explain(len(prompt), answer.ids, tokens, margins)
+
+
+async def test_a_lost_relay_changes_nothing_but_the_time(
+    client: Client, mesh: LocalMesh, asked: list[list[int]], greedy: list[tuple[list[int], list[float]]]
+) -> None:
+    """RelayDecode is killed while it streams: a new attempt continues after what the client has seen."""
+    prompt, (tokens, margins) = asked[3], greedy[3]
+    request = asyncio.create_task(
+        client.complete(prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, handoff_at=ANSWER_TOKENS - 1)
+    )
+    await asyncio.sleep(0.8)
+    await asyncio.to_thread(mesh.kill, "relay-0")
+    mesh.restart("relay-0")
+    answer = await request
+    assert answer.ids == tokens, explain(len(prompt), answer.ids, tokens, margins)
+    assert answer.report["attempts"] == 2
+    await asyncio.to_thread(mesh.wait_ready)
+    await books_balance(client)

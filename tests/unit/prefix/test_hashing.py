@@ -1,0 +1,41 @@
+"""Block names are the same everywhere and for ever, and differ whenever anything differs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from pdd.prefix.hashing import block_hashes
+
+TOKENS = list(range(64))
+GOLDEN = "e3c7c103cfd03221e946a314a67a6481"
+
+
+def test_golden_vector() -> None:
+    assert block_hashes(TOKENS, 16)[-1].hex() == GOLDEN
+
+
+def test_independent_of_the_process() -> None:
+    code = "from pdd.prefix.hashing import block_hashes; print(block_hashes(list(range(64)), 16)[-1].hex())"
+    for seed in ("0", "7"):
+        env = {**os.environ, "PYTHONHASHSEED": seed}
+        printed = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
+        assert printed.stdout.strip() == GOLDEN
+
+
+@given(st.text(max_size=8), st.text(max_size=8), st.text(max_size=8), st.text(max_size=8))
+def test_salt_and_fidelity_never_run_together(salt: str, fidelity: str, salt2: str, fidelity2: str) -> None:
+    one = block_hashes(TOKENS, 16, salt=salt, fidelity=fidelity)
+    two = block_hashes(TOKENS, 16, salt=salt2, fidelity=fidelity2)
+    assert (one == two) is ((salt, fidelity) == (salt2, fidelity2))
+
+
+@given(st.lists(st.integers(0, 2**32 - 1), max_size=100), st.integers(1, 20))
+def test_only_whole_blocks_and_a_prefix_keeps_its_names(tokens: list[int], block_size: int) -> None:
+    hashes = block_hashes(tokens, block_size)
+    assert len(hashes) == len(tokens) // block_size
+    assert block_hashes([*tokens, 1], block_size)[: len(hashes)] == hashes
