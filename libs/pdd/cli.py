@@ -211,7 +211,10 @@ def _start_in_background(options: MeshOptions, state: StateDir) -> str:
 
 def _greet(gateway_url: str, pipeline: Pipeline, *, demo: bool) -> None:
     if demo:
-        _demonstrate(gateway_url, pipeline)
+        try:
+            _demonstrate(gateway_url, pipeline)
+        except PddError as error:  # the mesh is up all the same, and its logs say more
+            errors.print(f"The demo failed: {error}", style="red", markup=False, soft_wrap=True)
     name = demonstration.model_name(gateway_url)
     _say(f"\nThe mesh is ready. OpenAI API: {gateway_url}/v1")
     _say(
