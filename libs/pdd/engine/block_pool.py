@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 from pdd.engine.kv_pool import NULL_BLOCK
 from pdd.errors import CapacityError
@@ -22,6 +22,8 @@ class BlockPool:
 
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks` counts the null block, which is never handed out."""
+        self.on_free: Callable[[], None] = lambda: None
+        """Called, outside the lock and on the caller's thread, after each `decref`."""
         self._lock = threading.Lock()
         self._free = deque(range(NULL_BLOCK + 1, num_blocks))
         self._references = [0] * num_blocks
@@ -68,6 +70,7 @@ class BlockPool:
                 self._references[block] -= 1
                 if self._references[block] == 0:
                     self._free.append(block)
+        self.on_free()
 
     def _held(self, blocks: Iterable[int]) -> list[int]:
         held = list(blocks)

@@ -1,14 +1,13 @@
 """The engine: sequences, their blocks, and the step that lets computed tokens catch up with known ones.
 
-Synchronous and single-threaded; knows no network. Prefill, extend and decode are the same operation with different
-query lengths; stages differ in what they give it to do. A sequence's blocks are freed in one place only: `release`.
+Synchronous and for one thread; knows no network. Prefill, extend and decode are the same operation with different
+query lengths: stages differ in what they ask for. A sequence's blocks are freed in one place only, `release`.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import torch
 
@@ -16,40 +15,19 @@ from pdd.attention.interface import AttentionBackend, AttentionBatch, SequenceSl
 from pdd.engine.block_pool import BlockPool
 from pdd.engine.sampler import sample
 from pdd.engine.scheduler import Chunk, Pending, StepPlan, schedule
-from pdd.errors import TooLargeError
+from pdd.engine.sequence import RunningSequence, SequenceSpec
+from pdd.errors import CapacityError, TooLargeError, UnknownRequestError
 from pdd.model.llama import Llama
-from pdd.types import AttemptKey, FinishReason, Sampling, StopRule
-
-
-@dataclass(frozen=True)
-class SequenceSpec:
-    """A sequence to run.
-
-    `outputs` were emitted elsewhere. `blocks` hold KV of the first `num_computed` tokens; the engine takes over the
-    references, and allocates what is missing on admission. It samples while there are fewer than `sample_limit`
-    outputs; a sequence at its limit stays, and computes no further.
-    """
-
-    key: AttemptKey
-    prompt: list[int]
-    outputs: list[int]
-    sampling: Sampling
-    stop: StopRule
-    num_computed: int = 0
-    blocks: list[int] = field(default_factory=list[int])
-    sample_limit: int | None = None
-
-    @property
-    def most_outputs(self) -> int:
-        """How many outputs there can be at most."""
-        if self.sample_limit is None:
-            return self.stop.max_tokens
-        return min(self.stop.max_tokens, self.sample_limit)
+from pdd.types import AttemptKey, FinishReason
 
 
 @dataclass(frozen=True)
 class SequenceUpdate:
-    """What a step did to one sequence. `new_tokens` begin at `first_position` (index in prompt + output)."""
+    """What a step did to one sequence, also if nothing was sampled.
+
+    The KV of its first `num_computed` tokens is in its blocks. `new_tokens` begin at `first_position` (index in
+    prompt + output); the token that ended the answer, if `finish` is set, is the last of them.
+    """
 
     key: AttemptKey
     num_computed: int
@@ -60,18 +38,25 @@ class SequenceUpdate:
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step did, and its figures. `duration_s` is the real compute, without pacing."""
+    """What a step did. `duration_s` is real compute, `scheduled_tokens` went through the forward pass, `decodes` of
+    the `sequences` in the batch computed their newest token only."""
 
     updates: tuple[SequenceUpdate, ...]
     duration_s: float
     scheduled_tokens: int
+    sequences: int
     decodes: int
 
 
 @dataclass(frozen=True)
 class EngineStatus:
-    """Counts, now and since the start. `prompt_tokens_computed` are prompt positions that went through a forward
-    pass: on a stage that receives KV it stays zero."""
+    """Counts, now and since the start.
+
+    `running` sequences have something to compute; those that are frozen, finished or at their limit are not counted,
+    nor do they take one of the `seats`. `waiting` ones are not admitted yet. `prompt_tokens_computed` are prompt
+    positions that went through a forward pass: where KV arrives from elsewhere it stays 0. `last_step` is the
+    newest step's result, None before the first.
+    """
 
     running: int
     waiting: int
@@ -82,32 +67,11 @@ class EngineStatus:
     steps: int
     prompt_tokens_computed: int
     output_tokens: int
-
-
-@dataclass
-class _Sequence:
-    spec: SequenceSpec
-    tokens: list[int]
-    num_computed: int
-    blocks: list[int]
-    frozen: bool = False
-    finish: FinishReason | None = None
-
-    @property
-    def outputs(self) -> list[int]:
-        return self.tokens[len(self.spec.prompt) :]
-
-    @property
-    def uncomputed(self) -> int:
-        """Tokens to compute now. At its limit a sequence leaves its last token, which only sampling would need."""
-        if self.frozen or self.finish is not None:
-            return 0
-        at_limit = len(self.tokens) - len(self.spec.prompt) >= self.spec.most_outputs
-        return len(self.tokens) - self.num_computed - (1 if at_limit else 0)
+    last_step: StepResult | None
 
 
 class Engine:
-    """See the module. `step_tokens` is the token budget of a step, `seats` how many sequences run at once."""
+    """See the module. `blocks` may be used from any thread, everything else from one."""
 
     def __init__(
         self,
@@ -118,61 +82,114 @@ class Engine:
         block_size: int,
         step_tokens: int,
         seats: int,
-        now: Callable[[], float] = time.perf_counter,
+        max_model_len: int,
     ) -> None:
+        """`step_tokens` is the token budget of a step, `seats` how many sequences run at once, `max_model_len` the
+        longest prompt + output."""
         self.blocks = blocks
         self._model = model
         self._attention = attention
         self._block_size = block_size
         self._step_tokens = step_tokens
         self._seats = seats
-        self._now = now
-        self._waiting: dict[AttemptKey, _Sequence] = {}
-        self._running: dict[AttemptKey, _Sequence] = {}
+        self._max_model_len = max_model_len
+        self._waiting: dict[AttemptKey, RunningSequence] = {}
+        self._admitted: dict[AttemptKey, RunningSequence] = {}
         self._steps = 0
         self._prompt_tokens_computed = 0
         self._output_tokens = 0
+        self._last_step: StepResult | None = None
 
     def add(self, spec: SequenceSpec) -> None:
-        """Queue a sequence. Raises `TooLargeError`, taking nothing over, if the pool can never hold it."""
-        tokens = [*spec.prompt, *spec.outputs]
-        if not spec.num_computed < len(tokens):
-            raise ValueError("at least one token must be left to compute")
-        if self._blocks_needed(spec) > self.blocks.total_blocks:
-            raise TooLargeError(
-                f"{len(tokens)} tokens and their answer need {self._blocks_needed(spec)} KV blocks, "
-                f"there are {self.blocks.total_blocks}"
-            )
-        self._waiting[spec.key] = _Sequence(spec, tokens, spec.num_computed, list(spec.blocks))
+        """Queue a sequence. Its references to blocks are the engine's from here on, even if this raises.
 
-    def freeze(self, key: AttemptKey) -> None:
-        """Compute nothing more of a sequence until `thaw`. Unknown keys are ignored: it may just have been released."""
+        On admission it gets blocks for all it can become, so that a running sequence never runs out. Raises
+        `TooLargeError` if it can never fit, `ValueError` if its key is taken or none of its tokens is left to compute.
+        """
+        try:
+            if spec.key in self._waiting or spec.key in self._admitted:
+                raise ValueError(f"{spec.key} is here already")
+            sequence = RunningSequence(spec)
+            self._require_fit(sequence.final_len)
+        except (ValueError, TooLargeError):
+            self.blocks.decref(spec.blocks)
+            raise
+        self._waiting[spec.key] = sequence
+
+    def append(self, key: AttemptKey, ids: list[int]) -> None:
+        """Take in output IDs that were produced elsewhere; the engine extends over them.
+
+        Raises `UnknownRequestError`, `TooLargeError`, `CapacityError` (no blocks now; nothing is changed), or
+        `ValueError` if the answer has ended.
+        """
+        sequence = self._get(key)
+        if sequence.finish is not None:
+            raise ValueError(f"the answer of {key} has ended")
+        if ids:
+            self._make_room(sequence, max(sequence.final_len, len(sequence.tokens) + len(ids)))
+            sequence.append(ids)
+
+    def set_sample_limit(self, key: AttemptKey, limit: int | None) -> None:
+        """Sample only while there are fewer than `limit` outputs (None: the stop rule alone decides).
+
+        Raises `UnknownRequestError`, `TooLargeError` or `CapacityError` (no blocks now; nothing is changed).
+        """
+        sequence = self._get(key)
+        self._make_room(sequence, sequence.final_len_under(limit))
+        sequence.sample_limit = limit
+
+    def freeze(self, key: AttemptKey) -> list[int]:
+        """Compute nothing more of a sequence until `thaw`; its output IDs, which stand still from here on.
+
+        An unknown key gives none: the sequence may just have ended and been released.
+        """
         sequence = self._find(key)
-        if sequence is not None:
-            sequence.frozen = True
+        if sequence is None:
+            return []
+        sequence.frozen = True
+        return sequence.outputs
 
     def thaw(self, key: AttemptKey) -> None:
-        """Go on with a frozen sequence."""
+        """Go on with a frozen sequence. Unknown keys are ignored, as in `freeze`."""
         sequence = self._find(key)
         if sequence is not None:
             sequence.frozen = False
 
+    def outputs(self, key: AttemptKey) -> list[int]:
+        """All output IDs of a sequence, whoever produced them. Raises `UnknownRequestError`."""
+        return self._get(key).outputs
+
     def release(self, key: AttemptKey) -> None:
-        """Forget a sequence and drop its references to blocks. Unknown keys are ignored."""
-        sequence = self._waiting.pop(key, None) or self._running.pop(key, None)
+        """Forget a sequence and give up its references to blocks. Unknown keys are ignored: it is gone already."""
+        sequence = self._waiting.pop(key, None) or self._admitted.pop(key, None)
         if sequence is not None:
             self.blocks.decref(sequence.blocks)
 
     def has_work(self) -> bool:
         """Whether a step would compute anything."""
-        if any(sequence.uncomputed for sequence in self._running.values()):
-            return True
         return bool(self._plan().chunks)
 
+    def step(self) -> StepResult:
+        """Plan, compute one ragged batch, draw next tokens, update."""
+        started = time.perf_counter()
+        plan = self._plan_and_admit()
+        batch = [(self._admitted[chunk.key], chunk) for chunk in plan.chunks]
+        drawn = self._compute(batch) if batch else {}
+        updates = tuple(self._update(sequence, chunk, drawn.get(chunk.key)) for sequence, chunk in batch)
+        self._steps += 1
+        self._last_step = StepResult(
+            updates=updates,
+            duration_s=time.perf_counter() - started,
+            scheduled_tokens=plan.scheduled_tokens,
+            sequences=len(batch),
+            decodes=sum(chunk.tokens == 1 and chunk.is_last for chunk in plan.chunks),
+        )
+        return self._last_step
+
     def status(self) -> EngineStatus:
-        """Counts; may be read from another thread, then each is right but not all of the same instant."""
+        """Counts; see `EngineStatus`."""
         return EngineStatus(
-            running=len(self._running),
+            running=sum(sequence.uncomputed > 0 for sequence in self._admitted.values()),
             waiting=len(self._waiting),
             seats=self._seats,
             step_tokens=self._step_tokens,
@@ -181,51 +198,40 @@ class Engine:
             steps=self._steps,
             prompt_tokens_computed=self._prompt_tokens_computed,
             output_tokens=self._output_tokens,
-        )
-
-    def step(self) -> StepResult:
-        """Plan, compute one ragged batch, sample, update."""
-        started = self._now()
-        plan = self._plan()
-        for key in plan.admitted:
-            self._admit(key)
-        batch = [(self._running[chunk.key], chunk) for chunk in plan.chunks]
-        sampled = self._forward(batch) if batch else {}
-        updates = tuple(self._update(sequence, chunk, sampled.get(chunk.key)) for sequence, chunk in batch)
-        self._steps += 1
-        return StepResult(
-            updates=updates,
-            duration_s=self._now() - started,
-            scheduled_tokens=sum(chunk.tokens for chunk in plan.chunks),
-            decodes=sum(chunk.tokens == 1 for chunk in plan.chunks),
+            last_step=self._last_step,
         )
 
     def _plan(self) -> StepPlan:
-        running = [Pending(key, sequence.uncomputed) for key, sequence in self._running.items()]
-        waiting = [
-            Pending(key, sequence.uncomputed, self._blocks_needed(sequence.spec) - len(sequence.blocks))
-            for key, sequence in self._waiting.items()
-        ]
         return schedule(
-            running,
-            waiting,
-            budget=self._step_tokens,
-            free_seats=self._seats - sum(sequence.finish is None for sequence in self._running.values()),
+            [Pending(key, s.uncomputed) for key, s in self._admitted.items() if s.uncomputed],
+            [
+                Pending(key, s.uncomputed, self._missing_blocks(s, s.final_len))
+                for key, s in self._waiting.items()
+                if s.uncomputed
+            ],
+            step_tokens=self._step_tokens,
+            seats=self._seats,
             free_blocks=self.blocks.free_blocks,
         )
 
-    def _admit(self, key: AttemptKey) -> None:
-        sequence = self._waiting[key]
-        missing = self._blocks_needed(sequence.spec) - len(sequence.blocks)
-        sequence.blocks.extend(self.blocks.allocate(max(missing, 0)))
-        self._running[key] = self._waiting.pop(key)
+    def _plan_and_admit(self) -> StepPlan:
+        while True:
+            plan = self._plan()
+            try:
+                for key in plan.admitted:
+                    sequence = self._waiting[key]
+                    sequence.blocks.extend(self.blocks.allocate(self._missing_blocks(sequence, sequence.final_len)))
+                    self._admitted[key] = self._waiting.pop(key)
+            except CapacityError:
+                continue  # another thread took blocks since the plan was made: plan with what is left
+            return plan
 
-    def _forward(self, batch: list[tuple[_Sequence, Chunk]]) -> dict[AttemptKey, int]:
-        """Run the batch; next tokens of those sequences whose last known token was computed."""
+    def _compute(self, batch: list[tuple[RunningSequence, Chunk]]) -> dict[AttemptKey, int]:
+        """Run the forward pass over the batch and draw the next token of each sequence that has caught up."""
         tokens: list[int] = []
         positions: list[int] = []
         slices: list[SequenceSlice] = []
-        sampling: list[_Sequence] = []
+        caught_up: list[RunningSequence] = []
         rows: list[int] = []
         for sequence, chunk in batch:
             end = sequence.num_computed + chunk.tokens
@@ -233,43 +239,63 @@ class Engine:
             positions.extend(range(sequence.num_computed, end))
             slices.append(SequenceSlice(chunk.tokens, end, sequence.blocks))
             if end == len(sequence.tokens):
-                sampling.append(sequence)
+                caught_up.append(sequence)
                 rows.append(len(tokens) - 1)
         self._attention.plan(AttentionBatch(slices))
         logits = self._model.forward(
             torch.tensor(tokens), torch.tensor(positions), self._attention, torch.tensor(rows, dtype=torch.int64)
         )
-        drawn = sample(logits, [s.spec.sampling for s in sampling], [len(s.tokens) for s in sampling]) if rows else []
-        return {sequence.spec.key: token for sequence, token in zip(sampling, drawn, strict=True)}
+        if not caught_up:
+            return {}
+        drawn = sample(logits, [s.sampling for s in caught_up], [len(s.tokens) for s in caught_up])
+        return {sequence.key: token for sequence, token in zip(caught_up, drawn, strict=True)}
 
-    def _update(self, sequence: _Sequence, chunk: Chunk, token: int | None) -> SequenceUpdate:
-        prompt_tokens = len(sequence.spec.prompt)
-        before = sequence.num_computed
-        sequence.num_computed += chunk.tokens
-        self._prompt_tokens_computed += max(min(sequence.num_computed, prompt_tokens) - before, 0)
+    def _update(self, sequence: RunningSequence, chunk: Chunk, token: int | None) -> SequenceUpdate:
         first_position = len(sequence.tokens)
-        new_tokens: list[int] = []
-        if token is not None:
-            new_tokens.append(token)
-            sequence.tokens.append(token)
-            sequence.finish = sequence.spec.stop.check(sequence.outputs)
-            self._output_tokens += 1
-        return SequenceUpdate(sequence.spec.key, sequence.num_computed, first_position, new_tokens, sequence.finish)
+        before, sequence.num_computed = sequence.num_computed, sequence.num_computed + chunk.tokens
+        self._prompt_tokens_computed += max(min(sequence.num_computed, sequence.prompt_len) - before, 0)
+        new_tokens = [] if token is None else [token]
+        finish = sequence.append(new_tokens) if new_tokens else None
+        self._output_tokens += len(new_tokens)
+        return SequenceUpdate(sequence.key, sequence.num_computed, first_position, new_tokens, finish)
 
-    def _blocks_needed(self, spec: SequenceSpec) -> int:
-        most = len(spec.prompt) + max(spec.most_outputs, len(spec.outputs))
-        return -(-most // self._block_size)
+    def _require_fit(self, final_len: int) -> None:
+        if final_len > self._max_model_len:
+            raise TooLargeError(f"prompt and answer may reach {final_len} tokens, the limit is {self._max_model_len}")
+        needed = self._blocks_needed(final_len)
+        if needed > self.blocks.total_blocks:
+            raise TooLargeError(
+                f"prompt and answer may need {needed} KV blocks, the pool has {self.blocks.total_blocks}"
+            )
 
-    def _find(self, key: AttemptKey) -> _Sequence | None:
-        return self._running.get(key) or self._waiting.get(key)
+    def _make_room(self, sequence: RunningSequence, final_len: int) -> None:
+        """Let a sequence become `final_len` tokens long. A waiting one gets its blocks on admission."""
+        self._require_fit(final_len)
+        if sequence.key in self._admitted:
+            sequence.blocks.extend(self.blocks.allocate(self._missing_blocks(sequence, final_len)))
+
+    def _blocks_needed(self, final_len: int) -> int:
+        # The last token of all is followed by nothing, so that nobody wants its KV.
+        return -(-(final_len - 1) // self._block_size)
+
+    def _missing_blocks(self, sequence: RunningSequence, final_len: int) -> int:
+        return max(self._blocks_needed(final_len) - len(sequence.blocks), 0)
+
+    def _find(self, key: AttemptKey) -> RunningSequence | None:
+        return self._admitted.get(key) or self._waiting.get(key)
+
+    def _get(self, key: AttemptKey) -> RunningSequence:
+        sequence = self._find(key)
+        if sequence is None:
+            raise UnknownRequestError(f"the engine holds no sequence {key}")
+        return sequence
 
 
 def generate(engine: Engine, spec: SequenceSpec) -> list[int]:
-    """Run one sequence alone to its end; its output IDs, those of the spec included."""
+    """Run one sequence on an otherwise idle engine until it wants no more; all its output IDs."""
     engine.add(spec)
-    outputs = list(spec.outputs)
     while engine.has_work():
-        for update in engine.step().updates:
-            outputs.extend(update.new_tokens)
+        engine.step()
+    outputs = engine.outputs(spec.key)
     engine.release(spec.key)
     return outputs

@@ -56,7 +56,15 @@ def load_engine(
     pool = KvPool(spec, 1 + spec.blocks_for(pool_tokens))
     blocks = BlockPool(pool.num_blocks)
     attention = TorchAttention([pool.layer(index) for index in range(config.num_layers)])
-    engine = Engine(llama, attention, blocks, block_size=block_size, step_tokens=step_tokens, seats=seats)
+    engine = Engine(
+        llama,
+        attention,
+        blocks,
+        block_size=block_size,
+        step_tokens=step_tokens,
+        seats=seats,
+        max_model_len=longest,
+    )
     identity = ModelIdentity(
         weights=checkpoint.identity(),
         architecture=config.architecture,

@@ -8,6 +8,7 @@ order of probability: two near-equal logits that swap ranks through rounding do 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 
@@ -17,9 +18,9 @@ _MASK = (1 << 64) - 1
 
 
 def sample(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
-    """Next token of each row of `logits` [n, vocab].
+    """Draw the next token of each row of `logits`, `[n, vocab]`.
 
-    `positions` are the indices, in prompt + output, of the tokens drawn.
+    `positions[i]` is the index, in prompt + output, of the token drawn from row i.
     """
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
@@ -27,43 +28,46 @@ def sample(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Seque
         chosen = [samplings[row] for row in drawn]
         uniforms = [uniform(samplings[row].seed, positions[row]) for row in drawn]
         tokens[drawn] = _draw(logits[drawn], chosen, torch.tensor(uniforms, dtype=torch.float64))
-    return tokens.tolist()
+    return cast("list[int]", tokens.tolist())
 
 
 def uniform(seed: int, position: int) -> float:
-    """A double in [0, 1) from (seed, position): two rounds of the SplitMix64 finaliser (Steele, Lea, Flood 2014)."""
+    """A double in [0, 1) from (seed, position): SplitMix64's finaliser (Steele, Lea, Flood 2014) over each in turn."""
     return (_mix(_mix(seed & _MASK) ^ position) >> 11) / 2.0**53
 
 
 def top2_margin(row: torch.Tensor) -> float:
-    """Difference of the two largest logits of one row: how near to a tie greedy decoding was."""
-    first, second = row.float().topk(2).values.tolist()
-    return first - second
+    """Difference of the two largest logits of one row, `[vocab]`: how near to a tie a greedy choice was."""
+    best = row.float().topk(2).values
+    return float(best[0] - best[1])
 
 
 def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], uniforms: torch.Tensor) -> torch.Tensor:
+    """Invert the cumulative distribution, in vocabulary order, at `uniforms` `[n]` float64."""
     temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float64).unsqueeze(1)
     probabilities = torch.softmax(logits.double() / temperature, dim=-1)
     if any(s.top_k or s.top_p < 1 for s in samplings):
         probabilities = probabilities * _kept(probabilities, samplings)
     cumulative = probabilities.cumsum(dim=-1)
-    threshold = uniforms.unsqueeze(1) * cumulative[:, -1:]
-    # The first entry above the threshold has probability > 0, so a token that was cut is never drawn.
-    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1).clamp_(max=logits.shape[-1] - 1)
+    total = cumulative[:, -1:]
+    # Strictly below the total, whatever the product rounds to: then the first entry above the threshold is a token of
+    # probability > 0, so one that was cut is never drawn.
+    threshold = torch.minimum(uniforms.unsqueeze(1) * total, torch.nextafter(total, torch.zeros_like(total)))
+    return torch.searchsorted(cumulative, threshold, right=True).squeeze(1)
 
 
 def _kept(probabilities: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Mask of tokens that top-k, then top-p leave: both keep every token tied with the last one kept."""
-    ordered = probabilities.sort(dim=-1, descending=True).values
+    """Mask of what top-k, then top-p leave. Both keep every token that ties with the last one kept."""
     vocab = probabilities.shape[-1]
     top_k = torch.tensor([min(s.top_k, vocab) or vocab for s in samplings]).unsqueeze(1)
     top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float64).unsqueeze(1)
-    within_k = torch.where(torch.arange(vocab) < top_k, ordered, torch.zeros_like(ordered))
+    width = int(top_k.max())
+    ordered = probabilities.topk(width, dim=-1).values
+    within_k = torch.where(torch.arange(width) < top_k, ordered, torch.zeros_like(ordered))
     before = within_k.cumsum(dim=-1) - within_k
     reached = before < top_p * within_k.sum(dim=-1, keepdim=True)
     count = (reached & (within_k > 0)).sum(dim=-1, keepdim=True).clamp_(min=1)
-    smallest = ordered.gather(1, count - 1)
-    return probabilities >= smallest
+    return probabilities >= ordered.gather(1, count - 1)
 
 
 def _mix(value: int) -> int:

@@ -1,8 +1,7 @@
-"""What one step computes. A pure function of counts: no prefill phase and no decode phase.
+"""What one step computes: a pure function of counts.
 
-Each sequence has tokens (prompt + output) and a number of them computed; a step hands out a token budget to let the
-computed ones catch up. Running sequences come first, decodes before chunks; then waiting ones, first come first
-served, up to the first that does not fit.
+Each sequence has tokens it has not computed; a step hands out a token budget. Running sequences come first, decodes
+before chunks, then waiting ones, first come first served, up to the first that does not fit.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from pdd.types import AttemptKey
 
 @dataclass(frozen=True)
 class Pending:
-    """A sequence as the scheduler sees it: tokens not yet computed, and blocks it lacks to be admitted."""
+    """A sequence with something to compute: `uncomputed` tokens, and the blocks it lacks to be admitted."""
 
     key: AttemptKey
     uncomputed: int
-    blocks_needed: int = 0
+    missing_blocks: int = 0
 
 
 @dataclass(frozen=True)
 class Chunk:
-    """`tokens` more tokens of one sequence. The last chunk of what is known, and only it, is sampled."""
+    """`tokens` further tokens of one sequence. Only the last chunk of what is known may be sampled."""
 
     key: AttemptKey
     tokens: int
@@ -33,41 +32,50 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What one step computes, and which waiting sequences it admits for that."""
+    """What one step computes, in the order of its batch, and which waiting sequences it admits for that."""
 
     chunks: tuple[Chunk, ...]
     admitted: tuple[AttemptKey, ...]
 
+    @property
+    def scheduled_tokens(self) -> int:
+        """Tokens that go through the forward pass."""
+        return sum(chunk.tokens for chunk in self.chunks)
+
 
 def schedule(
-    running: Sequence[Pending], waiting: Sequence[Pending], *, budget: int, free_seats: int, free_blocks: int
+    running: Sequence[Pending], waiting: Sequence[Pending], *, step_tokens: int, seats: int, free_blocks: int
 ) -> StepPlan:
-    """Hand out `budget` tokens; see the module."""
+    """Plan a step of at most `step_tokens` tokens of at most `seats` sequences.
+
+    `running` and `waiting` are in order of arrival. Admitting takes `missing_blocks` of `free_blocks`.
+    """
     chunks: list[Chunk] = []
     admitted: list[AttemptKey] = []
-    left = budget
-    for pending in sorted(running, key=lambda p: p.uncomputed > 1):
-        chunk = _chunk(pending, budget, left)
-        if chunk is not None:
-            chunks.append(chunk)
-            left -= chunk.tokens
-    for pending in waiting:
-        if left == 0 or free_seats == 0 or pending.blocks_needed > free_blocks:
+    left = step_tokens
+
+    def is_full() -> bool:
+        return left == 0 or len(chunks) == seats
+
+    for pending in sorted(running, key=lambda pending: pending.uncomputed > 1):
+        if is_full():
             break
-        chunk = _chunk(pending, budget, left)
-        if chunk is not None:
-            chunks.append(chunk)
-            left -= chunk.tokens
+        chunks.append(_chunk(pending, left))
+        left -= chunks[-1].tokens
+    # A running sequence without a place in this step keeps its seat.
+    seats_left = seats - len(running)
+    for pending in waiting:
+        if is_full() or len(admitted) >= seats_left or pending.missing_blocks > free_blocks:
+            break
         admitted.append(pending.key)
-        free_seats -= 1
-        free_blocks -= pending.blocks_needed
+        free_blocks -= pending.missing_blocks
+        chunks.append(_chunk(pending, left))
+        left -= chunks[-1].tokens
     return StepPlan(tuple(chunks), tuple(admitted))
 
 
-def _chunk(pending: Pending, budget: int, left: int) -> Chunk | None:
-    """An even share: what is uncomputed, over as few steps as the budget allows; never a full chunk and a sliver."""
-    steps = -(-pending.uncomputed // budget)
-    if steps == 0 or left == 0:
-        return None
-    tokens = min(-(-pending.uncomputed // steps), left)
-    return Chunk(pending.key, tokens, tokens == pending.uncomputed)
+def _chunk(pending: Pending, left: int) -> Chunk:
+    """An even share: what is uncomputed, over as few steps as the budget allows; never full chunks and a sliver."""
+    steps = -(-pending.uncomputed // left)
+    tokens = -(-pending.uncomputed // steps)
+    return Chunk(pending.key, tokens, is_last=tokens == pending.uncomputed)

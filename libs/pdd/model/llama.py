@@ -32,7 +32,7 @@ class Layer:
     def slots(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(Hugging Face name within the layer, the memory it belongs in)`."""
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        q, k, v = self.qkv.split([q_rows, kv_rows, kv_rows])
+        q, k, v = self.qkv[:q_rows], self.qkv[q_rows:-kv_rows], self.qkv[-kv_rows:]
         gate, up = self.gate_up.chunk(2)
         yield "input_layernorm.weight", self.input_norm
         yield "self_attn.q_proj.weight", q
