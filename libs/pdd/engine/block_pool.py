@@ -7,8 +7,8 @@ step loop runs.
 from __future__ import annotations
 
 import threading
-from collections import deque
-from collections.abc import Callable, Iterable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Sequence
 
 from pdd.engine.kv_pool import NULL_BLOCK
 from pdd.errors import CapacityError
@@ -52,29 +52,29 @@ class BlockPool:
                 self._references[block] = 1
             return taken
 
-    def incref(self, blocks: Iterable[int]) -> None:
+    def incref(self, blocks: Sequence[int]) -> None:
         """Add a reference to each block. Raises `ValueError`, changing nothing, if one is free."""
         with self._lock:
-            blocks = self._held(blocks)
+            self._require(blocks, references=1)
             for block in blocks:
                 self._references[block] += 1
 
-    def decref(self, blocks: Iterable[int]) -> None:
-        """Give up one reference to each block; a block without any is free.
+    def decref(self, blocks: Sequence[int]) -> None:
+        """Give up one reference to each block (two to one that is listed twice); a block without any is free.
 
-        Raises `ValueError`, changing nothing, if one is free already.
+        Raises `ValueError`, changing nothing, if there are not as many.
         """
         with self._lock:
+            for block, times in Counter(blocks).items():
+                self._require([block], references=times)
             # From the back, so that the tail of a sequence is used again before its head.
-            for block in reversed(self._held(blocks)):
+            for block in reversed(blocks):
                 self._references[block] -= 1
                 if self._references[block] == 0:
                     self._free.append(block)
         self.on_free()
 
-    def _held(self, blocks: Iterable[int]) -> list[int]:
-        held = list(blocks)
-        for block in held:
-            if not (NULL_BLOCK < block < len(self._references) and self._references[block] > 0):
-                raise ValueError(f"KV block {block} is not held by anybody")
-        return held
+    def _require(self, blocks: Iterable[int], references: int) -> None:
+        for block in blocks:
+            if not NULL_BLOCK < block < len(self._references) or self._references[block] < references:
+                raise ValueError(f"KV block {block} is not held {references} times")
