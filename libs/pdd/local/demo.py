@@ -164,7 +164,7 @@ def _gaps(seen: Seen) -> str:
 
 
 def _bar(when: float, end: float) -> Text:
-    width = 24
+    width = 16
     place = min(width - 1, int(when / end * width))
     return Text("·" * place + "●" + "·" * (width - 1 - place), style="cyan")
 

@@ -32,12 +32,12 @@ class Pace(msgspec.Struct, frozen=True):
 
 
 PACES: dict[str, dict[Role, Pace]] = {
-    # A laptop-sized copy of the report's proportions: strong compute in A, decode steps of equal length everywhere.
-    # Slower than one core of a current server with the default model, so that a paced stage mostly sleeps.
+    # Slower than one core of a current laptop computes the default model, so that a paced stage sleeps in every step
+    # and no stage can take from another: 333 prompt tokens/s, 8 output tokens/s for each of a few sequences.
     "laptop": {
-        Role.PREFILL: Pace(step_ms=10.0, token_us=1500.0),
-        Role.RELAY: Pace(step_ms=60.0, token_us=1500.0),
-        Role.MAIN_DECODE: Pace(step_ms=60.0, token_us=1500.0),
+        Role.PREFILL: Pace(step_ms=20.0, token_us=3000.0),
+        Role.RELAY: Pace(step_ms=120.0, token_us=3000.0),
+        Role.MAIN_DECODE: Pace(step_ms=120.0, token_us=3000.0),
     },
 }
 """Named profiles of `--pace`."""
