@@ -6,7 +6,7 @@ from pathlib import Path
 
 from pdd.model.tokenizer import Tokenizer
 
-LENGTHS = (30, 47, 64, 100, 150, 255, 256, 400, 700, 1100, 1800, 3000)
+LENGTHS = (30, 31, 32, 33, 47, 100, 150, 255, 400, 513, 1100, 3000)
 """Around block and chunk borders, and far beyond them."""
 
 ANSWER_TOKENS = 24

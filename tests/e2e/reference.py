@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
@@ -11,7 +12,12 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from pdd.engine.sampler import sample, top2_margin
 from pdd.types import Sampling
 
-GREEDY = Sampling()
+
+class Drawn(NamedTuple):
+    """Output IDs, and how near to a tie each step's two best logits were."""
+
+    tokens: list[int]
+    margins: list[float]
 
 
 class Reference:
@@ -23,21 +29,24 @@ class Reference:
         )
         self._model.eval()
 
-    def generate(self, prompt: Sequence[int], max_tokens: int, stop: frozenset[int]) -> list[int]:
-        """transformers' `generate`, greedy."""
+    def generate(self, prompt: Sequence[int], max_tokens: int) -> Drawn:
+        """transformers' `generate`, greedy, end tokens ignored."""
         output = self._model.generate(
             torch.tensor([list(prompt)]),
             attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
             max_new_tokens=max_tokens,
             do_sample=False,
-            eos_token_id=sorted(stop) or None,
+            eos_token_id=None,
             pad_token_id=0,
+            return_dict_in_generate=True,
+            output_logits=True,
         )
-        return output[0, len(prompt) :].tolist()
+        margins = [top2_margin(logits[0]) for logits in output.logits]
+        return Drawn(output.sequences[0, len(prompt) :].tolist(), margins)
 
     @torch.inference_mode()
-    def draw(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling) -> tuple[list[int], list[float]]:
-        """Our sampler on transformers' logits; the tokens, and how near to a tie each step's two best logits were."""
+    def draw(self, prompt: Sequence[int], max_tokens: int, sampling: Sampling) -> Drawn:
+        """Our sampler on transformers' logits."""
         cache = DynamicCache()
         fed, tokens, margins = list(prompt), list[int](), list[float]()
         while len(tokens) < max_tokens:
@@ -45,4 +54,4 @@ class Reference:
             tokens += sample(logits, [sampling], [len(prompt) + len(tokens)])
             margins.append(top2_margin(logits[-1]))
             fed = tokens[-1:]
-        return tokens, margins
+        return Drawn(tokens, margins)
