@@ -117,16 +117,16 @@ def status() -> None:
         instances = live_instances(state.gateway_url)
         if instances is None:
             raise ConfigError(f"the gateway at {state.gateway_url} does not answer; see `pdd logs gateway`")
-        table = Table(title=f"Mesh at {state.gateway_url}", title_justify="left", show_edge=False)
-        for heading in ("datacenter", "role", "instance"):
-            table.add_column(heading)
-        for heading in ("pid", "running", "waiting", "reserved", "seats", "free blocks", "output tokens"):
-            table.add_column(heading, justify="right")
+        table = Table(title=f"Mesh at {state.gateway_url}", title_justify="left", box=None, pad_edge=False)
+        for heading in ("dc", "role", "name"):
+            table.add_column(heading, no_wrap=True)
+        for heading in ("pid", "running", "waiting", "reserved", "free blocks", "tokens"):
+            table.add_column(heading, justify="right", no_wrap=True)
         for one in instances:
             load = one.load
-            counts = (one.pid, load.running, load.waiting, load.reserved, load.seats)
-            blocks = f"{load.free_blocks} of {load.total_blocks}" if load.total_blocks else "-"
-            table.add_row(one.dc, one.role, one.instance, *map(str, counts), blocks, str(load.output_tokens))
+            running, blocks = f"{load.running}/{load.seats}", f"{load.free_blocks}/{load.total_blocks}"
+            counts = (one.pid, running, load.waiting, load.reserved, blocks, load.output_tokens)
+            table.add_row(one.dc, one.role, one.instance, *map(str, counts))
         console.print(table)
 
 

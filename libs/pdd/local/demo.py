@@ -116,10 +116,12 @@ def milestones(seen: Seen) -> list[tuple[float, str]]:
     wan_bytes, fabric_bytes = report.get("kv_wan_bytes", 0), report.get("kv_fabric_bytes", 0)
     second = "RelayDecode" if report.get("relay_tokens") else "MainDecode"
     crossed = f": {_size(wan_bytes)} over the WAN" if wan_bytes else ""
+    if fabric_bytes and not relayed:
+        crossed = f": {_size(fabric_bytes)} over the fabric"
     words = {
-        "prefill_started_ms": f"prefill begins: {seen.prompt_tokens:,} prompt tokens",
+        "prefill_started_ms": "prefill begins",
         "ttft_ms": "first token, sampled by prefill itself",
-        "prefill_done_ms": "prefill done",
+        "prefill_done_ms": f"prefill done: {seen.prompt_tokens:,} prompt tokens",
         "kv_relay_ready_ms": f"RelayDecode has the KV: {_size(fabric_bytes)} over the fabric",
         "t2_ms": f"second token, from {second}",
         "kv_ready_ms": f"MainDecode has the KV{crossed}",
@@ -133,7 +135,9 @@ def milestones(seen: Seen) -> list[tuple[float, str]]:
 def show(console: Console, seen: Seen) -> None:
     """Print the timeline, the figures that matter, and the answer."""
     report = seen.report
-    table = Table(title=f"One request, {report.get('path') or 'path unknown'}", title_justify="left", show_edge=False)
+    table = Table(
+        title=f"One request, {report.get('path') or 'path unknown'}", title_justify="left", box=None, pad_edge=False
+    )
     table.add_column("at", justify="right", no_wrap=True)
     table.add_column("", no_wrap=True)
     table.add_column("what happened")
@@ -170,4 +174,4 @@ def _bar(when: float, end: float) -> Text:
 
 
 def _size(count: int) -> str:
-    return "none" if not count else f"{count / 1e6:.1f} MB"
+    return f"{count / 1e6:.1f} MB"

@@ -42,8 +42,8 @@ def test_milestones_come_in_order_and_name_who_did_what() -> None:
     assert [when for when, _ in events] == sorted(when for when, _ in events)
     words = [words for _, words in events]
     assert words == [
-        "prefill begins: 3,000 prompt tokens",
-        "prefill done",
+        "prefill begins",
+        "prefill done: 3,000 prompt tokens",
         "first token, sampled by prefill itself",
         "RelayDecode has the KV: 70.0 MB over the fabric",
         "second token, from RelayDecode",
