@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -122,6 +121,3 @@ async def books_balance(client: Client) -> None:
         assert time.monotonic() < deadline, f"blocks are still held by {held}"
         await asyncio.sleep(0.2)
     assert all(load["recomputed_prompt_tokens"] == 0 for _, load in loads)
-
-
-os.environ.setdefault("UCX_TLS", "tcp,self")

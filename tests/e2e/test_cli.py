@@ -1,0 +1,99 @@
+"""`pdd up --detach`, `status`, `logs`, `down`, as a user types them, in homes of their own."""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from pdd.model.source import ensure_default_model
+
+pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture
+def environment(tmp_path: Path) -> dict[str, str]:
+    return {**os.environ, "XDG_STATE_HOME": str(tmp_path / "state"), "COLUMNS": "160"}
+
+
+def pdd(environment: dict[str, str], *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "pdd.cli", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=240, check=False)
+
+
+@pytest.fixture
+def children() -> Iterator[None]:
+    """Nothing that was started is left behind."""
+    before = {process.pid for process in psutil.process_iter()}
+    yield
+    left = [
+        process.info["cmdline"]
+        for process in psutil.process_iter(["cmdline"])
+        if process.pid not in before
+        and any("services." in part or "nats" in part for part in process.info["cmdline"] or [])
+    ]
+    assert not left
+
+
+@pytest.mark.usefixtures("children")
+def test_up_status_logs_down(environment: dict[str, str]) -> None:
+    model = str(ensure_default_model())
+    port = str(free_port())
+    small = ["--pool-tokens", "1024", "--no-demo", "--port", port, "--model", model, "--local-main-decode", "0"]
+    up = pdd(environment, "up", "--detach", *small)
+    try:
+        assert up.returncode == 0, up.stdout + up.stderr
+        assert f"http://127.0.0.1:{port}" in up.stdout
+
+        status = pdd(environment, "status")
+        assert status.returncode == 0
+        assert "main_decode" in status.stdout
+        assert "64" in status.stdout
+
+        again = pdd(environment, "up", "--detach", *small)
+        assert again.returncode == 1
+        assert len((again.stdout + again.stderr).strip().splitlines()) == 1
+
+        logs = pdd(environment, "logs", "prefill")
+        assert "process_started" in logs.stdout
+    finally:
+        down = pdd(environment, "down")
+    assert down.returncode == 0
+    assert pdd(environment, "status").returncode == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "/nowhere/model.gguf"], "/nowhere/model.gguf"),
+        (["--pool-tokens", "200000000"], "memory"),
+    ],
+)
+def test_what_cannot_work_is_one_clear_line(environment: dict[str, str], arguments: list[str], says: str) -> None:
+    result = pdd(environment, "up", "--detach", "--no-demo", "--port", str(free_port()), *arguments)
+    assert result.returncode == 1
+    last = (result.stdout + result.stderr).strip().splitlines()[-1]
+    assert says in last
+    assert "Traceback" not in result.stdout + result.stderr
+
+
+def test_a_taken_port_is_one_clear_line(environment: dict[str, str]) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        result = pdd(environment, "up", "--detach", "--no-demo", "--port", port)
+    assert result.returncode == 1
+    assert port in (result.stdout + result.stderr).strip().splitlines()[-1]
