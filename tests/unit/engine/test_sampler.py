@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from itertools import pairwise
 
 import pytest
 import torch
@@ -50,7 +51,7 @@ def test_draws_follow_the_softmax(logits: torch.Tensor, temperature: float, vary
 def test_neighbouring_draws_are_independent() -> None:
     draws, side = 40_000, 8
     values = [int(uniform(3, position) * side) for position in range(draws + 1)]
-    pairs = Counter(a * side + b for a, b in zip(values, values[1:], strict=False))
+    pairs = Counter(a * side + b for a, b in pairwise(values))
     statistic, freedom = chi_square(pairs, torch.full((side * side,), 1 / side**2), draws)
     assert statistic < critical(freedom)
 
