@@ -15,10 +15,12 @@ from nats.errors import TimeoutError as NatsTimeoutError
 from redis.asyncio import Redis
 
 from pdd.local import servers
+from pdd.local.mesh import LocalMesh
 from pdd.local.plan import MeshOptions, Ports, hand_out, ports_needed, shaper_process
 from pdd.local.preflight import free_ports
 from pdd.local.shaper import ask
-from pdd.local.supervisor import ProcessGroup
+from pdd.local.state import StateDir
+from pdd.local.supervisor import ProcessGroup, StartError
 
 OPTIONS = MeshOptions(wan_delay_ms=20, wan_jitter_ms=0, gateway_port=0)
 NAMES = ["nats-a", "shaper", "nats-b", "valkey"]
@@ -109,3 +111,16 @@ def test_no_server_listens_beyond_loopback(ports: Ports) -> None:
     mine = {ports.nats_a, ports.nats_a_http, ports.leaf, ports.nats_b, ports.nats_b_http, ports.valkey, ports.leaf_wan}
     listening = [c.laddr for c in psutil.net_connections("tcp") if c.status == psutil.CONN_LISTEN]
     assert {(one.ip, one.port) for one in listening if one.port in mine} == {("127.0.0.1", port) for port in mine}
+
+
+@pytest.mark.model
+def test_a_start_that_fails_halfway_says_why_and_leaves_nothing(tmp_path: Path) -> None:
+    mesh = LocalMesh(MeshOptions(gateway_port=0, env={"PDD_BLOCK_SIZE": "0"}), tmp_path)
+    with pytest.raises(StartError, match=r"ended with status 1 during start: .*PDD_BLOCK_SIZE"):
+        mesh.start()
+    left = [one for one in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(one.info["cmdline"] or [])]
+    assert left == []  # the servers name their folder
+    assert StateDir(tmp_path).read() is None
+    assert {"nats-a", "nats-b", "shaper", "valkey", "prefill-0"} <= {log.stem for log in (tmp_path / "logs").iterdir()}
+    with StateDir(tmp_path).held():  # and the lock is free again
+        pass
