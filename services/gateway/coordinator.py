@@ -53,7 +53,9 @@ class LiveRequest:
     def __init__(self, coordinator: Coordinator, request: GenerationRequest) -> None:
         self._coordinator = coordinator
         self._request = request
-        self._timeline = Timeline(Report(request_id=request.request_id, pipeline=request.pipeline), coordinator.now)
+        self._timeline = Timeline(
+            Report(request_id=request.request_id, pipeline=request.pipeline), coordinator.now, request.waited_s
+        )
         self._assembler = Assembler(len(request.prompt))
         self._fresh: list[int] = []
         self._finish: FinishReason | None = None

@@ -19,7 +19,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One sequence to generate.
 
     `handoff_at` is an experiment's wish: RelayDecode hands over when exactly so many output tokens exist (and
-    waits for MainDecode there); it forces the relayed path.
+    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived.
     """
 
     request_id: str
@@ -28,6 +28,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     stop: StopRule
     pipeline: Pipeline = Pipeline.PDD
     handoff_at: int | None = None
+    waited_s: float = 0.0
 
 
 class Emission(msgspec.Struct, frozen=True):

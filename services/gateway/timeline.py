@@ -12,12 +12,12 @@ _STALL_TOKENS = 32
 
 
 class Timeline:
-    """Keeps `report` true. `now` is a monotonic clock in seconds; the request arrives at construction."""
+    """Keeps `report` true. `now` is a monotonic clock in seconds; the request arrived `waited_s` ago."""
 
-    def __init__(self, report: Report, now: Callable[[], float]) -> None:
+    def __init__(self, report: Report, now: Callable[[], float], waited_s: float = 0.0) -> None:
         self.report = report
         self._now = now
-        self._arrived = now()
+        self._arrived = now() - waited_s
         self._last_token_ms: float | None = None
         self._tokens = 0
 

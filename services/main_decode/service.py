@@ -44,6 +44,10 @@ class MainDecodeService:
     def on_reserved(self, attempt: DecodeAttempt) -> None:
         """Nothing to add: room for prompt and the whole answer is held."""
 
+    def may_start(self, attempt: DecodeAttempt) -> bool:
+        """Ownership and KV are all it takes."""
+        return True
+
     def on_kv_complete(self, attempt: DecodeAttempt) -> None:
         """KV, seat and blocks are here: unless Prefill has handed over already, RelayDecode may."""
         relay = attempt.reserve.relay

@@ -8,6 +8,7 @@ decides the path again when it has the first token and knows what is left on the
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
 import structlog
@@ -135,8 +136,8 @@ class PrefillService:
         )
         # Queued here and now, so that a release that follows comes after it.
         added = self._host.engine.call(lambda engine: engine.add(spec))
+        attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {message.key}"))
         self._host.progress(message.key, message.gateway, Phase.PREFILL_STARTED)
-        await added
         return Submitted(self._host.me, 0)
 
     async def attach(self, message: Attach) -> Ok:
@@ -194,6 +195,13 @@ class PrefillService:
                     self._hand_over_if_due(attempt)
         for gateway, events in batches.items():
             self._host.publisher.publish(gateway, events)
+
+    async def _confirm_start(self, attempt: PrefillAttempt, added: Awaitable[None]) -> None:
+        """The engine answers at its next step boundary; the gateway need not wait for that."""
+        try:
+            await asyncio.shield(added)
+        except PddError as error:
+            await self._fail(attempt, error)
 
     def _export(self, attempt: PrefillAttempt, ticket: Ticket) -> None:
         if ticket.transfer_id in self._drained or attempt.stream.finish is not None or attempt.freeing is not None:
@@ -331,7 +339,7 @@ class PrefillService:
         while attempt.exports:
             _, export = attempt.exports.popitem()
             await export.cancel()
-        await self._host.engine.call(lambda engine: engine.release(attempt.key))
+        await self._host.release(attempt.key)
 
     def _abandon(self, key: AttemptKey) -> None:
         self._host.tasks.spawn(self._drop(key), f"drop {key}")

@@ -52,6 +52,10 @@ class RelayService:
         first = len(attempt.reserve.outputs) + 1
         self._handoffs[attempt.key] = HandoffSender(hold_until=max(first, attempt.reserve.handoff_at or first))
 
+    def may_start(self, attempt: DecodeAttempt) -> bool:
+        """Not while the stream is on offer: MainDecode may be ready before RelayDecode has sampled anything."""
+        return self._handoffs[attempt.key].state is State.DECODING
+
     def on_kv_complete(self, attempt: DecodeAttempt) -> None:
         """Nothing to do: the stage starts by itself."""
 
@@ -100,6 +104,7 @@ class RelayService:
                 attempt.generation = generation
                 if attempt.started:
                     await self._host.engine.call(lambda engine: engine.thaw(attempt.key))
+                self.stage.start_if_ready(attempt)
             case Release(handed_over):
                 self._host.progress(attempt.key, attempt.gateway, Phase.HANDED_OVER, tokens=attempt.sampled)
                 logger.info("handoff_completed", request_id=attempt.key.request_id, tokens=handed_over)

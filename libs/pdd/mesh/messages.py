@@ -216,6 +216,7 @@ class Load(Message, frozen=True):
     wan_goodput_bytes_per_s: float | None
     wan_rtt_s: float | None
     stale_messages: int
+    pace_overruns: int
 
 
 class Beat(Message, frozen=True):

@@ -44,6 +44,7 @@ class DecodeAttempt:
     stream: OutputStream
     generation: int = 0
     sampled: int = 0
+    reported_bytes: int = 0
     started: bool = False
     kv_freed: bool = False
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
@@ -62,6 +63,10 @@ class DecodeEvents(Protocol):
 
     def on_reserved(self, attempt: DecodeAttempt) -> None:
         """A ticket was issued."""
+
+    def may_start(self, attempt: DecodeAttempt) -> bool:
+        """Whether the stage may begin to sample, given that it owns the stream and has all KV."""
+        ...
 
     def on_kv_complete(self, attempt: DecodeAttempt) -> None:
         """All KV is here; the stream may or may not be ours yet."""
@@ -83,6 +88,7 @@ class DecodeStage:
         self._wan = wan
         self.attempts: Attempts[DecodeAttempt] = Attempts(host.now)
         host.on_abandoned = self._abandon
+        host.on_beat = self._report_arrivals
         host.reserved = lambda: sum(not a.started and not a.kv_freed for _, a in self.attempts)
         host.stale_messages = lambda: self.attempts.stale_messages
 
@@ -147,7 +153,7 @@ class DecodeStage:
             attempt.stream.learn(attempt.receiver.ids)
             attempt.generation = attempt.receiver.generation
             self._report(attempt, Phase.HANDED_OVER)
-            self._start_if_ready(attempt)
+            self.start_if_ready(attempt)
             self._events.on_outputs(attempt)
         return reply
 
@@ -205,11 +211,14 @@ class DecodeStage:
         attempt.kv_freed = True
         attempt.transport.close(attempt.kv.ticket.transfer_id)
         if attempt.started:
-            await self._host.engine.call(lambda engine: engine.release(attempt.key))
+            await self._host.release(attempt.key)
         else:
             self._host.tasks.spawn(self._free_reserved(attempt), f"free {attempt.key}")
 
-    def _start_if_ready(self, attempt: DecodeAttempt) -> None:
+    def start_if_ready(self, attempt: DecodeAttempt) -> None:
+        """Begin to sample once everything is here and nothing speaks against it."""
+        if not self._events.may_start(attempt) or attempt.kv_freed:
+            return
         outputs = attempt.receiver.start()
         if outputs is None:
             return
@@ -231,7 +240,7 @@ class DecodeStage:
 
     async def _confirm_start(self, attempt: DecodeAttempt, added: Awaitable[None]) -> None:
         try:
-            await added
+            await asyncio.shield(added)
         except PddError as error:
             await self.fail(attempt, error)
         else:
@@ -245,7 +254,7 @@ class DecodeStage:
             return
         attempt.receiver.kv_complete()
         self._report(attempt, Phase.KV_READY)
-        self._start_if_ready(attempt)
+        self.start_if_ready(attempt)
         self._events.on_kv_complete(attempt)
 
     async def _end(self, attempt: DecodeAttempt) -> None:
@@ -289,6 +298,13 @@ class DecodeStage:
             received_bytes=attempt.kv.received_bytes,
             tokens=attempt.sampled,
         )
+
+    def _report_arrivals(self) -> None:
+        """KV that keeps arriving is a sign of life: an honest transfer over the WAN may take half a minute."""
+        for _, attempt in self.attempts:
+            if attempt.kv.received_bytes > attempt.reported_bytes and not attempt.kv.complete:
+                attempt.reported_bytes = attempt.kv.received_bytes
+                self._report(attempt, Phase.RECEIVING)
 
     def _abandon(self, key: AttemptKey) -> None:
         self._host.tasks.spawn(self.drop(key), f"drop {key}")

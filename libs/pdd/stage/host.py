@@ -75,6 +75,7 @@ class StageHost:
         self.publisher = TokenPublisher(bus, me)
         self.on_abandoned: Callable[[AttemptKey], None] = lambda key: None
         self.line_figures: Callable[[], LineFigures] = LineFigures
+        self.on_beat: Callable[[], None] = lambda: None
         self.reserved: Callable[[], int] = lambda: 0
         self.stale_messages: Callable[[], int] = lambda: 0
         self._fabric = fabric
@@ -163,6 +164,7 @@ class StageHost:
             wan_goodput_bytes_per_s=line.goodput_bytes_per_s,
             wan_rtt_s=line.rtt_s,
             stale_messages=self.stale_messages(),
+            pace_overruns=self.engine.pace_overruns,
         )
         return Beat(
             peer=self.me,
@@ -174,6 +176,10 @@ class StageHost:
             fabric=self._fabric,
             load=load,
         )
+
+    async def release(self, key: AttemptKey) -> None:
+        """Let the engine forget a sequence and free its blocks; done even if whoever waits for it is cancelled."""
+        await asyncio.shield(self.engine.call(lambda engine: engine.release(key)))
 
     async def _tell(self, gateway: Peer, verb: str, message: object) -> None:
         deadline = self.now() + self.lease_s
@@ -201,6 +207,7 @@ class StageHost:
             await self._publish(subjects.beat(self.me), self.beat())
             self.registry.expire()
             self._sweep()
+            self.on_beat()
             await asyncio.sleep(BEAT_INTERVAL_S)
 
     def _hear_gateway(self, beat: GatewayBeat) -> None:

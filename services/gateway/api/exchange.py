@@ -68,7 +68,9 @@ class Exchange(Response):
         text = AnswerText(surface.tokenizer.backend, call.stops)
         writer = self._writer(call, outlet)
         clock = surface.metrics.clock(self._arrived_s)
-        async with surface.generator.generate(call.request) as generation:
+        waited_s = time.perf_counter() - self._arrived_s
+        request = msgspec.structs.replace(call.request, waited_s=waited_s)
+        async with surface.generator.generate(request) as generation:
             try:
                 async for emission in generation:
                     clock.tick(len(emission.tokens), time.perf_counter())
