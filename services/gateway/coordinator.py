@@ -19,7 +19,7 @@ from pdd.mesh.bus import Bus, Endpoint
 from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Progress, Replay, Replayed, TokenBatch
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.stage.tasks import Tasks
-from pdd.types import AttemptKey, FinishReason, Peer, Role
+from pdd.types import AttemptKey, FinishReason, Peer, Role, TokenEvent
 from services.gateway.assembler import Assembler
 from services.gateway.attempt import Attempt
 from services.gateway.generation import Emission, GenerationRequest, Report
@@ -101,21 +101,12 @@ class LiveRequest:
             self._timeline.ended()
             self._readable.set()
 
-    def tokens(self, batch_by: Peer, fresh: list[int]) -> None:
-        """`fresh` tokens were emitted, by `batch_by`."""
+    def heard(self, by: Peer, event: TokenEvent) -> None:
+        """A token event of the current attempt arrived; it may be late, early or known."""
         self._last_sign = self._coordinator.now()
-        self._owner = batch_by
-        if fresh:
-            self._timeline.emitted(len(fresh), batch_by.role)
-            self._fresh.extend(fresh)
-            self._finish = self._request.stop.check(self._assembler.emitted)
-            self._readable.set()
-        self._changed.set()
-
-    @property
-    def assembler(self) -> Assembler:
-        """What was emitted."""
-        return self._assembler
+        if event.position >= self._assembler.next_position:
+            self._owner = by
+        self._emit(by, self._assembler.accept(event))
 
     def progressed(self, progress: Progress) -> None:
         """A stage said where the attempt stands."""
@@ -202,7 +193,16 @@ class LiveRequest:
         except PddError as error:
             logger.warning("replay_failed", request_id=attempt.key.request_id, error=str(error))
             return
-        self.tokens(self._owner, self._assembler.accept_replay(answer))
+        self._emit(self._owner, self._assembler.accept_replay(answer))
+
+    def _emit(self, by: Peer, fresh: list[int]) -> None:
+        """`fresh` tokens, sampled or repeated by `by`, are the client's now."""
+        if fresh:
+            self._timeline.emitted(len(fresh), by.role)
+            self._fresh.extend(fresh)
+            self._finish = self._request.stop.check(self._assembler.emitted)
+            self._readable.set()
+        self._changed.set()
 
 
 class Coordinator:
@@ -274,7 +274,7 @@ class Coordinator:
             if live is None:
                 self.stale_messages += 1
             else:
-                live.tokens(batch.by, live.assembler.accept(event))
+                live.heard(batch.by, event)
 
     def _hear_progress(self, progress: Progress) -> None:
         live = self._live.get(progress.key)

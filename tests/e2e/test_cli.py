@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import socket
 import subprocess
 import sys
@@ -72,6 +73,24 @@ def test_up_status_logs_down(environment: dict[str, str]) -> None:
         down = pdd(environment, "down")
     assert down.returncode == 0
     assert pdd(environment, "status").returncode == 1
+
+
+@pytest.mark.usefixtures("children")
+def test_ctrl_c_stops_everything_that_was_started(environment: dict[str, str]) -> None:
+    model = str(ensure_default_model())
+    port = str(free_port())
+    small = ["--pool-tokens", "1024", "--no-demo", "--port", port, "--model", model, "--local-main-decode", "0"]
+    command = [sys.executable, "-m", "pdd.cli", "up", *small]
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as up:
+        assert up.stdout is not None
+        for line in up.stdout:
+            if "curl" in line:
+                break
+        up.send_signal(signal.SIGINT)
+        up.stdout.read()
+        assert up.wait(timeout=60) == 0
+    with socket.socket() as probe:
+        assert probe.connect_ex(("127.0.0.1", int(port))) != 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from pdd.engine.loading import load_engine
 from pdd.local.mesh import LocalMesh
 from pdd.model.tokenizer import Tokenizer
 from pdd.types import AttemptKey, Sampling, StopRule
-from tests.e2e.conftest import Answer, Client, books_balance
+from tests.e2e.conftest import OPTIONS, Answer, Client, books_balance
 from tests.e2e.prompts import ANSWER_TOKENS, prompts
 from tests.e2e.reference import Drawn, Reference
 
@@ -98,6 +98,15 @@ async def test_every_way_through_the_mesh(
         assert answer.finish == "length"
         check_report(answer, len(prompt), WAYS[way])
     await books_balance(client)
+
+
+async def test_kv_leaves_while_later_chunks_still_compute(client: Client, asked: list[list[int]]) -> None:
+    """After the last chunk only what was left of the line's work is left: most KV had crossed by then."""
+    answer = await client.complete(asked[-1], max_tokens=2, pipeline="pd-wan", ignore_eos=True)
+    report = answer.report
+    whole_ms = report["kv_wan_bytes"] * 8 / (OPTIONS.wan_mbps * 1e6) * 1e3
+    assert report["kv_ready_ms"] - report["prefill_done_ms"] < 0.5 * whole_ms
+    assert report["prefill_done_ms"] - report["prefill_started_ms"] > 0.5 * whole_ms
 
 
 def check_report(answer: Answer, prompt_tokens: int, how: dict[str, object]) -> None:
