@@ -112,9 +112,10 @@ class LiveRequest:
         """A stage said where the attempt stands."""
         self._last_sign = self._coordinator.now()
         attempt = self.attempt
-        if attempt is None or attempt.stages.prefill is None:
+        if attempt is None:
             return
-        self._timeline.progressed(progress, attempt.stages.prefill)
+        prefill = attempt.stages.prefill or progress.by  # Prefill reports before its answer to `submit` is here.
+        self._timeline.progressed(progress, prefill)
         self._coordinator.tasks.spawn(attempt.progressed(progress), f"progress {attempt.key}")
 
     def finished(self, message: Finished) -> None:

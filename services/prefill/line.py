@@ -21,7 +21,7 @@ class LineMeter:
             self._endpoints.add(ticket.endpoint)
 
     def figures(self) -> LineFigures:
-        """All endpoints share one line: backlogs add up; its goodput is the best measured, its round trip the shortest."""
+        """All endpoints share one line: backlogs add up; the best goodput and the shortest round trip are its own."""
         rates = [self._stream.goodput_bytes_per_s(endpoint) for endpoint in self._endpoints]
         trips = [self._stream.round_trip_s(endpoint) for endpoint in self._endpoints]
         return LineFigures(

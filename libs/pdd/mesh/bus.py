@@ -138,19 +138,21 @@ class Bus:
 
     async def close(self) -> None:
         """Stop serving, let running handlers end, drain and close."""
-        for service in self._services:
-            await service.stop()
+        connected = self._client.is_connected
+        if connected:
+            for service in self._services:
+                await service.stop()
         if self._tasks:
-            _, late = await asyncio.wait(self._tasks, timeout=_DRAIN_TIMEOUT_S)
+            _, late = await asyncio.wait(self._tasks, timeout=_DRAIN_TIMEOUT_S if connected else 0)
             for task in late:
                 task.cancel()
             await asyncio.gather(*late, return_exceptions=True)
-        if not self._client.is_closed:
-            try:
-                async with asyncio.timeout(_DRAIN_TIMEOUT_S):
-                    await self._client.drain()
-            except (TimeoutError, nats.errors.Error):
-                await self._client.close()
+        try:
+            async with asyncio.timeout(_DRAIN_TIMEOUT_S):
+                # Without a server there is nobody to say goodbye to.
+                await (self._client.drain() if connected else self._client.close())
+        except (TimeoutError, nats.errors.Error):
+            await self._client.close()
 
     def _spawning_handler(self, endpoint: Endpoint) -> Callable[[MicroRequest], Awaitable[None]]:
         async def accept(request: MicroRequest) -> None:
