@@ -16,7 +16,7 @@ from pdd.mesh.bus import Bus, Endpoint
 from pdd.mesh.messages import Beat, KvEvent, Lookup, LookupReply
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.prefix.index import PrefixIndex
-from pdd.stage.tasks import Tasks
+from pdd.tasks import Tasks
 from pdd.types import Peer, Role
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)

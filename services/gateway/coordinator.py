@@ -18,7 +18,7 @@ from pdd.mesh import subjects
 from pdd.mesh.bus import Bus, Endpoint
 from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Progress, Replay, Replayed, TokenBatch
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
-from pdd.stage.tasks import Tasks
+from pdd.tasks import Tasks
 from pdd.types import AttemptKey, FinishReason, Peer, Role, TokenEvent
 from services.gateway.assembler import Assembler
 from services.gateway.attempt import Attempt

@@ -52,6 +52,7 @@ def load_engine(
         raise ConfigError(f"PDD_MAX_MODEL_LEN: {longest} exceeds the model's context of {config.context_length}")
     llama = Llama(config, getattr(torch, dtype))
     fill(llama.slots(), checkpoint.tensors())
+    llama.pack()
     spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
     pool = KvPool(spec, 1 + spec.blocks_for(pool_tokens))
     blocks = BlockPool(pool.num_blocks)

@@ -15,6 +15,7 @@ import torch.nn.functional as F
 
 from pdd.attention.interface import AttentionBackend
 from pdd.model.config import ModelConfig
+from pdd.model.linear import Linear
 
 
 class Layer:
@@ -23,30 +24,31 @@ class Layer:
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         hidden, head_dim = config.hidden_size, config.head_dim
         self.input_norm = torch.empty(hidden, dtype=dtype)
-        self.qkv = torch.empty((config.num_heads + 2 * config.num_kv_heads) * head_dim, hidden, dtype=dtype)
-        self.attention_out = torch.empty(hidden, config.num_heads * head_dim, dtype=dtype)
+        self.qkv = Linear((config.num_heads + 2 * config.num_kv_heads) * head_dim, hidden, dtype)
+        self.attention_out = Linear(hidden, config.num_heads * head_dim, dtype)
         self.mlp_norm = torch.empty(hidden, dtype=dtype)
-        self.gate_up = torch.empty(2 * config.intermediate_size, hidden, dtype=dtype)
-        self.down = torch.empty(hidden, config.intermediate_size, dtype=dtype)
+        self.gate_up = Linear(2 * config.intermediate_size, hidden, dtype)
+        self.down = Linear(hidden, config.intermediate_size, dtype)
 
     def slots(self, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield `(Hugging Face name within the layer, the memory it belongs in)`."""
         q_rows, kv_rows = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-        q, k, v = self.qkv[:q_rows], self.qkv[q_rows:-kv_rows], self.qkv[-kv_rows:]
-        gate, up = self.gate_up.chunk(2)
+        qkv = self.qkv.weight
+        q, k, v = qkv[:q_rows], qkv[q_rows:-kv_rows], qkv[-kv_rows:]
+        gate, up = self.gate_up.weight.chunk(2)
         yield "input_layernorm.weight", self.input_norm
         yield "self_attn.q_proj.weight", q
         yield "self_attn.k_proj.weight", k
         yield "self_attn.v_proj.weight", v
-        yield "self_attn.o_proj.weight", self.attention_out
+        yield "self_attn.o_proj.weight", self.attention_out.weight
         yield "post_attention_layernorm.weight", self.mlp_norm
         yield "mlp.gate_proj.weight", gate
         yield "mlp.up_proj.weight", up
-        yield "mlp.down_proj.weight", self.down
+        yield "mlp.down_proj.weight", self.down.weight
 
 
 class Llama:
-    """See the module. Parameters are uninitialised until all `slots` are filled."""
+    """See the module. Parameters are uninitialised until all `slots` are filled; `pack` comes after that."""
 
     def __init__(self, config: ModelConfig, dtype: torch.dtype) -> None:
         self.config = config
@@ -67,6 +69,12 @@ class Llama:
                 slots[f"model.layers.{index}.{name}"] = memory
         return slots
 
+    def pack(self) -> None:
+        """Reorder the layers' matrices for speed; there are no slots any more. The head stays plain: it may be tied."""
+        for layer in self.layers:
+            for linear in (layer.qkv, layer.attention_out, layer.gate_up, layer.down):
+                linear.pack()
+
     @torch.inference_mode()
     def forward(
         self, tokens: torch.Tensor, positions: torch.Tensor, attention: AttentionBackend, rows: torch.Tensor
@@ -81,13 +89,13 @@ class Llama:
         cos, sin = self._rotation(positions)
         x = F.embedding(tokens, self.embedding)
         for index, layer in enumerate(self.layers):
-            qkv = F.linear(self._rms_norm(x, layer.input_norm), layer.qkv).view(-1, q_heads + 2 * kv_heads, head_dim)
+            qkv = layer.qkv(self._rms_norm(x, layer.input_norm)).view(-1, q_heads + 2 * kv_heads, head_dim)
             rotated = _rotate(qkv[:, : q_heads + kv_heads], cos, sin)
             q, k, v = rotated[:, :q_heads], rotated[:, q_heads:], qkv[:, q_heads + kv_heads :]
             attended = attention.run(index, q, k, v).reshape(-1, q_heads * head_dim)
-            x = x + F.linear(attended, layer.attention_out)
-            gate, up = F.linear(self._rms_norm(x, layer.mlp_norm), layer.gate_up).chunk(2, dim=-1)
-            x = x + F.linear(F.silu(gate) * up, layer.down)
+            x = x + layer.attention_out(attended)
+            gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, dim=-1)
+            x = x + layer.down(F.silu(gate) * up)
         return F.linear(self._rms_norm(x[rows], self.norm), self.head)
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:

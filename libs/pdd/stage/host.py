@@ -22,7 +22,7 @@ from pdd.mesh.bus import Bus
 from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, Load, Ok, Phase, Progress
 from pdd.mesh.registry import BEAT_INTERVAL_S, MISSED_BEATS, Registry
 from pdd.stage.output import TokenPublisher
-from pdd.stage.tasks import Tasks
+from pdd.tasks import Tasks
 from pdd.types import AttemptKey, FinishReason, Path, Peer, Role
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
