@@ -1,6 +1,7 @@
 # make up     a whole mesh on this machine, with one request shown on a timeline (ARGS="--help" lists its options)
 # make test   the test suite
 # make lint   style, types, import rules
+# make docs   the pages that are generated from the code
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -9,7 +10,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 ARGS ?=
 
-.PHONY: up test lint
+.PHONY: up test lint docs
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -24,6 +25,10 @@ lint: $(VENV)/.installed-dev
 	@$(BIN)/ruff format --check .
 	@PYRIGHT_PYTHON_IGNORE_WARNINGS=1 $(BIN)/pyright
 	@$(BIN)/lint-imports
+
+docs: $(VENV)/.installed
+	@$(BIN)/python -m pdd.config_docs > docs/configuration.md.new
+	@mv docs/configuration.md.new docs/configuration.md
 
 $(VENV)/bin/python:
 	@echo "Creating $(VENV) with $(PYTHON)"
