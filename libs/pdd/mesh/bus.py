@@ -18,7 +18,7 @@ import nats.micro
 import structlog
 from nats.aio.client import Client
 from nats.aio.msg import Msg
-from nats.errors import MaxPayloadError, NoRespondersError, SlowConsumerError
+from nats.errors import NoRespondersError, SlowConsumerError
 from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service
 from opentelemetry import context as otel_context
@@ -70,10 +70,10 @@ class Bus:
         Raises `TooLargeError` if it exceeds the server's payload limit, `UnreachableError` if the connection is
         closed or its outbound buffer is full.
         """
+        headers = _trace_headers()
+        data = self._encode(subject, message, headers)
         try:
-            await self._client.publish(subject, messages.encode(message), headers=_trace_headers())
-        except MaxPayloadError:
-            raise TooLargeError(f"message for {subject} exceeds {self._client.max_payload} bytes") from None
+            await self._client.publish(subject, data, headers=headers)
         except nats.errors.Error as error:
             raise UnreachableError(f"cannot publish to {subject}: {error}") from None
 
@@ -85,20 +85,19 @@ class Bus:
         Raises `UnreachableError` at once if nobody serves the subject, `DeadlineError` after `timeout_s`,
         `TooLargeError` as `publish` does, and `RemoteError` with the peer's code if it answers with an error.
         """
-        data = messages.encode(message)
-        if len(data) > self._client.max_payload:
-            raise TooLargeError(f"message for {subject} exceeds {self._client.max_payload} bytes")
+        headers = _trace_headers()
+        data = self._encode(subject, message, headers)
         try:
-            answer = await self._client.request(subject, data, timeout=timeout_s, headers=_trace_headers())
+            answer = await self._client.request(subject, data, timeout=timeout_s, headers=headers)
         except NoRespondersError:
             raise UnreachableError(f"nobody serves {subject}") from None
         except TimeoutError:
             raise DeadlineError(f"no answer from {subject} within {timeout_s:g} s") from None
         except nats.errors.Error as error:
             raise UnreachableError(f"cannot reach {subject}: {error}") from None
-        headers = answer.headers or {}
-        if _ERROR_HEADER in headers:
-            raise RemoteError(headers.get(_CODE_HEADER, "internal"), headers[_ERROR_HEADER])
+        told = answer.headers or {}
+        if _ERROR_HEADER in told:
+            raise RemoteError(told.get(_CODE_HEADER, "internal"), told[_ERROR_HEADER])
         return messages.decode(answer.data, reply)
 
     async def subscribe(self, subject: str, kind: type[Kind], handler: Callable[[Kind], None]) -> None:
@@ -154,6 +153,13 @@ class Bus:
         except (TimeoutError, nats.errors.Error):
             await self._client.close()
 
+    def _encode(self, to: str, message: object, headers: dict[str, str] | None) -> bytes:
+        """Raises `TooLargeError` in place of the server, which closes the connection for good; headers count there."""
+        data = messages.encode(message)
+        if len(data) + _wire_bytes(headers) > self._client.max_payload:
+            raise TooLargeError(f"message for {to} exceeds {self._client.max_payload} bytes")
+        return data
+
     def _spawning_handler(self, endpoint: Endpoint) -> Callable[[MicroRequest], Awaitable[None]]:
         async def accept(request: MicroRequest) -> None:
             if len(self._tasks) >= _HANDLERS_AT_ONCE:
@@ -169,7 +175,7 @@ class Bus:
         token = otel_context.attach(propagate.extract(request.headers or {}))
         try:
             reply = await endpoint.handler(messages.decode(request.data, endpoint.kind))
-            await request.respond(messages.encode(reply))
+            await request.respond(self._encode(f"the caller of {endpoint.subject}", reply, None))
         except PddError as error:
             await self._respond_error(request, error.code, str(error))
         except Exception:
@@ -224,6 +230,13 @@ async def connect(url: str, name: str) -> AsyncGenerator[Bus]:
         yield bus
     finally:
         await bus.close()
+
+
+def _wire_bytes(headers: dict[str, str] | None) -> int:
+    """Size of a NATS header block: a version line, one line for each header, an empty line."""
+    if not headers:
+        return 0
+    return len("NATS/1.0\r\n\r\n") + sum(len(f"{name}: {value}\r\n".encode()) for name, value in headers.items())
 
 
 def _trace_headers() -> dict[str, str] | None:
