@@ -6,6 +6,8 @@ import asyncio
 import time
 
 from redis.asyncio import Redis
+from redis.asyncio.retry import Retry
+from redis.backoff import NoBackoff
 
 from pdd.config import CacheSettings
 from pdd.mesh.bus import connect
@@ -18,11 +20,22 @@ from services.cache.service import CacheService
 async def serve(settings: CacheSettings, me: Peer, stop: asyncio.Event) -> None:
     """Run until `stop` is set."""
     timeout_s = settings.redis_timeout_ms / 1e3
-    redis = Redis.from_url(settings.redis_url, socket_timeout=timeout_s, socket_connect_timeout=1.0)
-    async with redis, connect(settings.nats_url, f"cache-{me.dc}-{me.instance}") as bus:
+    async with (
+        open_redis(settings.redis_url, timeout_s) as redis,
+        connect(settings.nats_url, f"cache-{me.dc}-{me.instance}") as bus,
+    ):
         service = CacheService(bus, me, PrefixIndex(redis), Registry(time.monotonic), timeout_s=timeout_s)
         await service.start()
         try:
             await stop.wait()
         finally:
             await service.close()
+
+
+def open_redis(url: str, timeout_s: float) -> Redis:
+    """A client that never tries again: a look-up that has failed is answered with a cold view, not late.
+
+    redis-py's own retries (ten, with growing pauses) can outlive the caller's deadline: under load it happens that a
+    cancellation is swallowed while a command is being written.
+    """
+    return Redis.from_url(url, socket_timeout=timeout_s, socket_connect_timeout=timeout_s, retry=Retry(NoBackoff(), 0))
