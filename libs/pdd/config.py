@@ -25,7 +25,9 @@ Dtype = Literal["float32", "bfloat16"]
 class ProcessSettings(BaseSettings):
     """What every process of the mesh has."""
 
-    model_config = SettingsConfigDict(env_prefix="PDD_", extra="ignore", frozen=True, protected_namespaces=())
+    model_config = SettingsConfigDict(
+        env_prefix="PDD_", extra="ignore", frozen=True, env_ignore_empty=True, protected_namespaces=()
+    )
 
     dc: Token = Field("a", description="Datacenter this process runs in.")
     instance: Token = Field("0", description="Name of this instance, unique within its role and datacenter.")
@@ -41,7 +43,7 @@ class ProcessSettings(BaseSettings):
 class LineSettings(BaseSettings):
     """What is assumed of the line between the datacenters until it has been measured."""
 
-    model_config = SettingsConfigDict(env_prefix="PDD_", extra="ignore", frozen=True)
+    model_config = SettingsConfigDict(env_prefix="PDD_", extra="ignore", frozen=True, env_ignore_empty=True)
 
     line_mbps: float = Field(100.0, gt=0, description="Rate of the WAN line (Mbit/s), until measured.")
     line_delay_ms: float = Field(15.0, ge=0, description="One-way delay of the WAN line (ms), until measured.")
@@ -75,7 +77,9 @@ class StageSettings(ProcessSettings, LineSettings):
     kv_window_bytes: int = Field(
         2 << 20, ge=1 << 16, description="KV bytes in flight per peer (sent, not acknowledged as applied)."
     )
-    lease_s: float = Field(30.0, gt=0, description="A reservation without progress or beat is dropped after this (s).")
+    lease_s: float = Field(
+        30.0, gt=0, description="An attempt is dropped after this long without a beat of its gateway (s)."
+    )
 
     @model_validator(mode="after")
     def _consistent(self) -> StageSettings:

@@ -99,18 +99,21 @@ class Attempt:
             sampling=request.sampling,
             stop=request.stop,
         )
-        prefill, _ = await self._place(
+        _, submitted = await self._place(
             lambda: self._router.prefills(hits), lambda peer: self._ask(peer, "submit", submit, Submitted)
         )
+        # Whoever answered is meant from here on: it may have been restarted since its last beat.
+        prefill = submitted.peer
         self.stages.prefill = prefill
         report.prefill = _name(prefill)
 
         relay_hint = self._relay_hint(prefill)
         reserve = self._reserve(prefill, max_outputs=request.stop.max_tokens, relay=relay_hint)
-        main, reserved = await self._place(
+        _, reserved = await self._place(
             lambda: self._router.mains(prefill, request.pipeline, hits),
             lambda peer: self._ask(peer, "reserve", reserve, Reserved),
         )
+        main = reserved.ticket.holder
         self.stages.main = main
         report.main_decode = _name(main)
 
@@ -121,7 +124,7 @@ class Attempt:
         path, reason = decision.path, decision.reason
         relay_ticket = None
         if path is Path.RELAYED:
-            relay_ticket = await self._reserve_relay(prefill, main, relay_hint, patient=forced)
+            relay_ticket = await self._reserve_relay(prefill, main, patient=forced)
             if relay_ticket is None:
                 path, reason = Path.DIRECT, "relay_full"
         report.path, report.reason = path, reason
@@ -151,9 +154,7 @@ class Attempt:
         for peer in self._asked:
             self._router.settle(peer)
 
-    async def _reserve_relay(
-        self, prefill: Peer, main: Peer, relay_hint: Peer | None, *, patient: bool
-    ) -> Ticket | None:
+    async def _reserve_relay(self, prefill: Peer, main: Peer, *, patient: bool) -> Ticket | None:
         """A ticket from RelayDecode; None if it has no room and the request can do without."""
         limit = self._request.handoff_at or self._relay_max_tokens
         reserve = self._reserve(
@@ -163,8 +164,8 @@ class Attempt:
             handoff_at=self._request.handoff_at,
         )
         try:
-            relay, reserved = await self._place(
-                lambda: [relay_hint] if relay_hint is not None else self._router.relays(prefill),
+            _, reserved = await self._place(
+                lambda: self._router.relays(prefill),
                 lambda peer: self._ask(peer, "reserve", reserve, Reserved),
                 patient=patient,
             )
@@ -173,8 +174,8 @@ class Attempt:
                 raise
             logger.info("relay_declined", request_id=self.key.request_id, error=str(error))
             return None
-        self.stages.relay = relay
-        self._report.relay = _name(relay)
+        self.stages.relay = reserved.ticket.holder
+        self._report.relay = _name(reserved.ticket.holder)
         return reserved.ticket
 
     def _relay_hint(self, prefill: Peer) -> Peer | None:

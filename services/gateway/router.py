@@ -93,7 +93,6 @@ class Router:
         return decision
 
     def _ranked(self, beats: list[Beat], what: str, hits: HitTokens) -> list[Peer]:
-        beats = [beat for beat in beats if not beat.draining]
         if not beats:
             raise UnreachableError(f"no {what} is available")
         peers = {beat.peer.epoch: beat.peer for beat in beats}

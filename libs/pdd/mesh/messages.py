@@ -72,7 +72,7 @@ class Reserved(Message, frozen=True):
 class Attach(Message, frozen=True):
     """gateway -> P: where the KV goes. `main` always; `relay` only on the relayed path.
 
-    `may_release_relay` lets P drop an unneeded `relay` when it decides again at its last chunk.
+    `may_release_relay` lets P drop an unneeded `relay` when it decides again with the first token.
     """
 
     key: AttemptKey
@@ -170,7 +170,6 @@ class Phase(StrEnum):
     KV_READY = "kv_ready"
     HANDED_OVER = "handed_over"
     DECODING = "decoding"
-    ATTACHED = "attached"
 
 
 class Progress(Message, frozen=True):
@@ -230,7 +229,6 @@ class Beat(Message, frozen=True):
     step_tokens: int
     fabric: str
     load: Load
-    draining: bool = False
 
 
 class GatewayBeat(Message, frozen=True):

@@ -19,7 +19,7 @@ from pdd.engine.thread import EngineThread
 from pdd.errors import DeadlineError, PddError, UnreachableError
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
-from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, Load, Ok, Phase, Progress
+from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, KvEvent, KvEventKind, Load, Ok, Phase, Progress
 from pdd.mesh.registry import BEAT_INTERVAL_S, MISSED_BEATS, Registry
 from pdd.stage.output import TokenPublisher
 from pdd.tasks import Tasks
@@ -87,6 +87,10 @@ class StageHost:
         """Listen to gateways and peers and begin to beat."""
         await self.registry.listen(self.bus, roles=(Role.PREFILL, Role.RELAY, Role.MAIN_DECODE))
         await self.bus.subscribe(subjects.beats(role=Role.GATEWAY), GatewayBeat, self._hear_gateway)
+        if self.me.role is not Role.RELAY:
+            # A new epoch holds nothing: whatever the index knows of a predecessor is void.
+            event = KvEvent(self.me, 0, KvEventKind.CLEARED, self.loaded.identity.fingerprint, [])
+            await self._publish(subjects.kv_events(self.me), event)
         self.tasks.spawn(self.publisher.run(), "publish_tokens")
         self.tasks.spawn(self._beat(), "beat")
 
