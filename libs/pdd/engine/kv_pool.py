@@ -6,6 +6,7 @@ Owns the bytes and nothing else; which block belongs to whom is `BlockPool`'s.
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import torch
 
@@ -27,7 +28,10 @@ class KvPool:
         self._spec = spec
         shape = (num_blocks, spec.num_layers, 2, spec.block_size, spec.num_kv_heads, spec.head_dim)
         # Zeros touch every page now: memory that is not there shows at start, not under load.
-        self._tensor = torch.zeros(shape, dtype=getattr(torch, spec.dtype))
+        memory = torch.zeros(num_blocks * spec.block_bytes + mmap.PAGESIZE, dtype=torch.uint8)
+        start = -memory.data_ptr() % mmap.PAGESIZE
+        aligned = memory[start : start + num_blocks * spec.block_bytes]
+        self._tensor = aligned.view(getattr(torch, spec.dtype)).view(shape)
         self._bytes = memoryview((ctypes.c_char * self._tensor.nbytes).from_address(self.address)).cast("B")
 
     @property
@@ -40,7 +44,7 @@ class KvPool:
 
     @property
     def address(self) -> int:
-        """Address of block 0 in this process."""
+        """Address of block 0 in this process, aligned to a page."""
         return self._tensor.data_ptr()
 
     def block(self, index: int) -> memoryview:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 
 import pytest
 import torch
@@ -24,6 +25,7 @@ def test_a_block_is_one_run_of_bytes_laid_out_as_the_spec_says() -> None:
         assert (block[layer, 0] == layer).all()
         assert (block[layer, 1] == layer + 0.5).all()
     assert pool.block(3).nbytes == SPEC.block_bytes
+    assert pool.address % mmap.PAGESIZE == 0
     assert ctypes.string_at(pool.address + 3 * SPEC.block_bytes, SPEC.block_bytes) == bytes(pool.block(3))
     assert not any(any(pool.block(other)) for other in (0, 1, 2, 4))
 

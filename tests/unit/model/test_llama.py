@@ -104,6 +104,15 @@ def test_bfloat16_stays_near_float32(tiny: tuple[Path, LlamaForCausalLM]) -> Non
     assert (got - expected).abs().mean() < 1.1 * (theirs - expected).abs().mean()
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_packing_changes_speed_only(tiny: tuple[Path, LlamaForCausalLM], dtype: str) -> None:
+    tokens = random_tokens(512)
+    plain, packed = Runner(tiny[0], dtype), Runner(tiny[0], dtype)
+    packed.model.pack()
+    for chunk in (tokens[:40], tokens[40:41], tokens[41:]):
+        torch.testing.assert_close(packed.extend(chunk), plain.extend(chunk))
+
+
 def test_a_tied_head_shares_the_embedding(tmp_path: Path) -> None:
     reference = save_tiny_llama(tmp_path, tied=True)
     runner = Runner(tmp_path)
