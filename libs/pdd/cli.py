@@ -18,7 +18,7 @@ from rich.table import Table
 from pdd.errors import ConfigError, PddError
 from pdd.local import demo as demonstration
 from pdd.local import logs as log_files
-from pdd.local.background import interrupt_on_sigterm, stay
+from pdd.local.background import ERROR_MARK, interrupt_on_sigterm, stay
 from pdd.local.instances import live_instances
 from pdd.local.mesh import LocalMesh
 from pdd.local.plan import PACES, MeshOptions
@@ -194,11 +194,13 @@ def _start_in_background(options: MeshOptions, state: StateDir) -> str:
         while True:
             ended = supervisor.poll() is not None
             lines = last_lines(log_path, 1000)
-            for line in lines[shown : -1 if ended else None]:
-                _say(line)
+            for line in lines[shown:]:
+                if not line.startswith(ERROR_MARK):
+                    _say(line)
             shown = len(lines)
             if ended:
-                raise StartError(lines[-1] if lines else "the supervisor ended without a word")
+                last = lines[-1] if lines else "the supervisor ended without a word"
+                raise StartError(last.removeprefix(ERROR_MARK))
             now = state.read()
             if now is not None and now.ready and now.supervisor.pid == supervisor.pid:
                 return now.gateway_url

@@ -43,7 +43,10 @@ def children() -> Iterator[None]:
         process.info["cmdline"]
         for process in psutil.process_iter(["cmdline"])
         if process.pid not in before
-        and any("services." in part or "nats" in part for part in process.info["cmdline"] or [])
+        and any(
+            part.startswith(("services.", "pdd.local")) or part.endswith("-server")
+            for part in process.info["cmdline"] or []
+        )
     ]
     assert not left
 

@@ -133,13 +133,13 @@ async def test_malformed_json_and_a_prompt_beyond_the_context(client: Client) ->
         assert response.json()["error"]["code"] == "context_length_exceeded"
 
 
-async def test_more_than_the_pool_holds_at_once_waits(client: Client) -> None:
-    """Three requests of 6,000 tokens do not fit a pool of 12,288 at once: they wait, and all are answered."""
-    prompt = [11 + i % 300 for i in range(6000)]
+async def test_more_than_the_pool_holds_at_once_waits(client: Client, prompt: list[int]) -> None:
+    """Each may need 6,000 tokens of a pool of 12,288: the third waits until one of the others has ended."""
+    expected = await straight(client, prompt)
     answers = await asyncio.gather(
-        *(client.complete([*prompt, 400 + n], max_tokens=2, pipeline="pd-local", ignore_eos=True) for n in range(3))
+        *(client.complete(prompt, max_tokens=6000, stop_token_ids=[expected[3]], handoff_at=2) for _ in range(3))
     )
-    assert all(len(answer.ids) == 2 for answer in answers)
+    assert [answer.ids for answer in answers] == [expected[: expected.index(expected[3]) + 1]] * 3
     await books_balance(client)
 
 

@@ -1,6 +1,6 @@
 """A mesh that outlives the terminal: `python -m pdd.local.background OPTIONS STATE_DIR`, started by `pdd up --detach`.
 
-Writes its progress to stdout; ends by SIGTERM (`pdd down`).
+Writes its progress to stdout, and as its last line, marked, what stopped it; ends by SIGTERM (`pdd down`).
 """
 
 from __future__ import annotations
@@ -17,6 +17,10 @@ from pdd.errors import PddError
 from pdd.local.mesh import LocalMesh
 from pdd.local.plan import MeshOptions
 from pdd.local.supervisor import StartError
+
+
+ERROR_MARK = "error: "
+"""What the line begins with that says why there is no mesh: for whoever started this one, not progress."""
 
 
 def interrupt_on_sigterm() -> None:
@@ -52,7 +56,7 @@ def main(arguments: list[str]) -> int:
     except PddError as error:
         for line in error.log_tail if isinstance(error, StartError) else ():
             say(f"  {line}")
-        say(str(error))
+        say(f"{ERROR_MARK}{error}")
         return 1
     return 0
 
