@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import structlog
 
-from pdd.errors import DeadlineError, PddError, UnreachableError
+from pdd.errors import PddError, StaleError, TooLargeError, UnknownRequestError, UnreachableError
 from pdd.handoff.sender import Action, AskBack, Freeze, HandoffSender, Offer, Release, Resume, State
 from pdd.mesh import subjects
 from pdd.mesh.bus import Endpoint
@@ -25,6 +25,10 @@ logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _OFFER_TIMEOUT_S = 2.0
 _ASK_BACK_INTERVAL_S = 0.2
+
+_NOT_TAKEN = frozenset({StaleError.code, UnknownRequestError.code, TooLargeError.code})
+"""Errors that prove MainDecode does not own the stream: it has buried the attempt, or the message never left. Any
+other leaves that open, like silence."""
 
 
 class RelayService:
@@ -134,11 +138,9 @@ class RelayService:
         subject = subjects.endpoint(offer.main, "handoff")
         try:
             reply = await self._host.bus.request(subject, message, HandoffReply, timeout_s=_OFFER_TIMEOUT_S)
-        except (DeadlineError, UnreachableError):
-            actions = handoff.silent(offer.seq)
         except PddError as error:
             logger.warning("handoff_declined", request_id=attempt.key.request_id, error=str(error))
-            actions = handoff.refused(offer.seq)
+            actions = handoff.refused(offer.seq) if error.code in _NOT_TAKEN else handoff.silent(offer.seq)
         else:
             actions = handoff.accepted(offer.seq) if reply.accepted else handoff.refused(offer.seq)
         self._act(attempt, actions)
@@ -148,15 +150,12 @@ class RelayService:
         subject = subjects.endpoint(action.main, "withdraw")
         try:
             answer = await self._host.bus.request(subject, message, Withdrawn, timeout_s=_OFFER_TIMEOUT_S)
-        except (DeadlineError, UnreachableError):
-            if not self._host.registry.is_live(action.main):
+        except PddError as error:
+            if error.code in _NOT_TAKEN or not self._host.registry.is_live(action.main):
                 actions = handoff.main_gone(action.main)
             else:
                 await asyncio.sleep(_ASK_BACK_INTERVAL_S)
                 actions = handoff.silent(action.seq)
-        except PddError:
-            # An error answer means that MainDecode has buried the attempt: it owns nothing.
-            actions = handoff.withdraw_answered(action.seq, withdrawn=True)
         else:
             actions = handoff.withdraw_answered(action.seq, answer.withdrawn)
         self._act(attempt, actions)

@@ -7,7 +7,7 @@ it goes on, `generation` grows, so that whatever the other side might still say 
     DECODING --kv_ready--> FREEZING --frozen--> OFFERED --accepted--> RELEASED
         ^                                        |  |
         |<---------------- refused --------------+  +--silence--> WITHDRAWING --not withdrawn--> RELEASED
-        |<---------------- withdrawn, or MainDecode gone ---------------+
+        |<--------- withdrawn (offered again), or MainDecode gone ------+
         +--ended--> ENDED            cancel, from anywhere --> ENDED
 """
 
@@ -129,13 +129,13 @@ class HandoffSender:
         return [AskBack(self._main, seq)]
 
     def withdraw_answered(self, seq: int, withdrawn: bool) -> list[Action]:
-        """MainDecode said whether hand-over `seq` is withdrawn."""
+        """MainDecode said whether hand-over `seq` is withdrawn. If so it is as ready as before and will not say so
+        again: go on, and offer anew."""
         if not withdrawn:
             return self.accepted(seq)
         if seq != self._seq or self.state is not State.WITHDRAWING:
             return []
-        self._main = None
-        return self._resume()
+        return [*self._resume(), *self._begin_if_due()]
 
     def main_gone(self, main: Peer) -> list[Action]:
         """That epoch of MainDecode is dead: nothing it was offered will ever be taken."""
