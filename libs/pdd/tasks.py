@@ -22,6 +22,8 @@ class Tasks:
         task = asyncio.create_task(self._guard(work, name), name=name)
         self._running.add(task)
         task.add_done_callback(self._running.discard)
+        # One that is cancelled before its first step has never begun to await `work`.
+        task.add_done_callback(lambda _: work.close())
         return task
 
     async def join(self, timeout_s: float) -> None:
