@@ -14,10 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from redis.asyncio import Redis
 
-from pdd.kv import KvSpec, ModelIdentity
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus, connect
-from pdd.mesh.messages import Beat, Hit, KvEvent, KvEventKind, Load, Lookup, LookupReply
+from pdd.mesh.messages import Hit, KvEvent, KvEventKind, Lookup, LookupReply
 from pdd.mesh.registry import Registry
 from pdd.prefix.hashing import block_hashes
 from pdd.prefix.index import PrefixIndex
@@ -26,9 +25,9 @@ from services.cache.service import CacheService
 from services.cache.wiring import open_redis
 from services.gateway.prefix_view import PrefixView
 from tests.integration.conftest import ControlPlane, OwnServer
+from tests.unit.mesh.beats import SPEC, beat, identity
 from tests.unit.transfer.proxy import TcpProxy
 
-SPEC = KvSpec(num_layers=2, num_kv_heads=2, head_dim=16, block_size=4, dtype="float32")
 TIMEOUT_S = 0.05
 SLACK_S = 0.2
 """How much longer than its timeout a bounded wait may take on a busy machine."""
@@ -51,24 +50,6 @@ def event(
 
 def hit(peer: Peer, blocks: int) -> Hit:
     return Hit(peer.dc, peer.role, peer.instance, blocks)
-
-
-def beat(peer: Peer, fingerprint: str) -> Beat:
-    """`fingerprint` stands in the weights' identity, so that the real one differs from test to test."""
-    return Beat(
-        peer=peer,
-        pid=1,
-        identity=identity(fingerprint),
-        spec=SPEC,
-        max_model_len=64,
-        step_tokens=16,
-        fabric="stream",
-        load=Load(0, 0, 0, 4, 8, 8, 0, 0, 0, 0, 0.0, 0.0, 0, None, None, 0, 0),
-    )
-
-
-def identity(weights: str) -> ModelIdentity:
-    return ModelIdentity(weights, "llama", 2, 2, 16, "default")
 
 
 class Clock:
@@ -167,15 +148,15 @@ async def test_the_service_follows_events_beats_and_deaths(control_plane: Contro
             await caller.publish(subjects.kv_events(peer), event(peer, fingerprint, chain(unique, blocks)))
         await until(caller, unique, lookup, [])  # nobody alive is known to hold anything yet
         for peer in (p, m):
-            await caller.publish(subjects.beat(peer), beat(peer, unique))
+            await caller.publish(subjects.beat(peer), beat(peer, weights=unique))
         await until(caller, unique, lookup, [hit(m, 5), hit(p, 3)])
 
         clock.now += 3.5
-        await caller.publish(subjects.beat(p), beat(p, unique))
+        await caller.publish(subjects.beat(p), beat(p, weights=unique))
         await until(caller, unique, lookup, [hit(p, 3)])  # m fell silent
 
         reborn = holder(p.instance, epoch="2")
-        await caller.publish(subjects.beat(reborn), beat(reborn, unique))
+        await caller.publish(subjects.beat(reborn), beat(reborn, weights=unique))
         await until(caller, unique, lookup, [])  # its memory died with the old process
         async with Redis(port=control_plane.valkey) as redis:
             assert await redis.keys(f"*{fingerprint}*") == []
@@ -190,7 +171,7 @@ async def test_an_index_that_is_slow_or_down_gives_a_cold_view_in_time(
 
     async def timed(view: PrefixView) -> dict[tuple[str, Role, str], int]:
         began = time.monotonic()
-        hits = await view.hits(prompt, [beat(p, unique)])
+        hits = await view.hits(prompt, [beat(p, weights=unique)])
         assert time.monotonic() - began < 2 * TIMEOUT_S + SLACK_S
         return hits
 
@@ -201,7 +182,7 @@ async def test_an_index_that_is_slow_or_down_gives_a_cold_view_in_time(
         view = PrefixView(caller, f"dc-{unique}", timeout_s=2 * TIMEOUT_S)
         stored = event(p, fingerprint, block_hashes(prompt, SPEC.block_size)[:3])
         await caller.publish(subjects.kv_events(p), stored)
-        await caller.publish(subjects.beat(p), beat(p, unique))
+        await caller.publish(subjects.beat(p), beat(p, weights=unique))
         warm = {("a", Role.PREFILL, p.instance): 12}
         async with asyncio.timeout(5):
             while await timed(view) != warm:  # noqa: ASYNC110 (an index has no event to wait for)
@@ -290,6 +271,6 @@ async def test_only_those_whose_kv_can_be_hit_are_listened_to(
     stranger, p = holder(f"x-{unique}", role), holder(f"p-{unique}")
     async with running_service(control_plane.nats_a, control_plane.valkey, unique, Clock()) as (caller, _):
         for peer in (stranger, p):
-            await caller.publish(subjects.beat(peer), beat(peer, unique))
+            await caller.publish(subjects.beat(peer), beat(peer, weights=unique))
             await caller.publish(subjects.kv_events(peer), event(peer, fingerprint, chain(unique, 2)))
         await until(caller, unique, Lookup(fingerprint, chain(unique, 2)), [hit(p, 2)])
