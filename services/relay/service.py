@@ -86,9 +86,15 @@ class RelayService:
         """At its limit and with no MainDecode left to take over, only a new attempt helps."""
         main = attempt.reserve.main
         at_limit = len(attempt.stream.ids) >= attempt.reserve.max_outputs
-        if at_limit and main is not None and not attempt.kv_freed and not self._host.registry.is_live(main):
+        if not at_limit or main is None or attempt.kv_freed or attempt.stream.finish is not None:
+            return
+        if self._handoffs[attempt.key].rejected:
+            error = PddError(f"main_decode {main.instance} refused to take over")
+        elif not self._host.registry.is_live(main):
             error = UnreachableError(f"main_decode {main.instance} is gone")
-            attempt.tasks.append(self._host.tasks.spawn(self.stage.fail(attempt, error), f"fail {attempt.key}"))
+        else:
+            return
+        attempt.tasks.append(self._host.tasks.spawn(self.stage.fail(attempt, error), f"fail {attempt.key}"))
 
     def _act(self, attempt: DecodeAttempt, actions: Sequence[Action]) -> None:
         for action in actions:
@@ -144,6 +150,7 @@ class RelayService:
         else:
             actions = handoff.accepted(offer.seq) if reply.accepted else handoff.refused(offer.seq)
         self._act(attempt, actions)
+        self._give_up_if_stuck(attempt)
 
     async def _ask_back(self, attempt: DecodeAttempt, handoff: HandoffSender, action: AskBack) -> None:
         message = Withdraw(attempt.key, self._host.me, action.seq)

@@ -158,8 +158,12 @@ async def open_stages(
     relay_max_tokens: int = 64,
     pool_tokens: int = 2048,
     seats: int = 16,
+    max_attempts: int = 1,
 ) -> AsyncGenerator[Stages]:
-    """A mesh in which everybody has heard of everybody. P, RLD and MD differ in block size, as they may."""
+    """A mesh in which everybody has heard of everybody. P, RLD and MD differ in block size, as they may.
+
+    There is one attempt unless a test asks for more: a second try would hide what went wrong in the first.
+    """
     unique = secrets.token_hex(4)
 
     def settings(role: Role, dc: str, block_size: int) -> tuple[StageSettings, Peer, LoadedEngine]:
@@ -193,7 +197,7 @@ async def open_stages(
                 queue_timeout_s=10.0,
                 stall_timeout_s=10.0,
                 replay_after_s=0.1,
-                max_attempts=1,  # a second try would hide what went wrong in the first
+                max_attempts=max_attempts,
                 relay_max_tokens=relay_max_tokens,
             ),
             now=time.monotonic,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -162,4 +163,23 @@ async def test_after_a_refusal_relay_goes_on_to_the_end(
         assert live.report.path is Way.RELAYED
         assert live.report.kv_ready_ms is not None, "MainDecode was never ready, so nothing was refused"
         assert (live.report.relay_tokens, live.report.main_decode_tokens) == (TOKENS - 1, 0)
+        await stages.settle()
+
+
+async def test_a_refusal_at_relays_limit_is_another_attempt_and_no_stall(
+    control_plane: ControlPlane, tiny_model: Path, oracle: Oracle
+) -> None:
+    def corrupt(_: str, message: Any) -> tuple[Fate, Any]:
+        if isinstance(message, Handoff) and message.key.attempt == 1:
+            message = msgspec.structs.replace(message, covered_tokens=1)
+        return "deliver", message
+
+    async with open_stages(control_plane, tiny_model, max_attempts=2) as stages:
+        stages.relay.bus.bend = corrupt
+        request = oracle.request(TOKENS, handoff_at=5)
+        async with asyncio.timeout(5):  # patience with a silent attempt is twice that
+            ids, live = await stages.complete(request)
+        assert ids == oracle.ids(request)
+        assert live.report.attempts == 2
+        assert live.report.recomputed_prompt_tokens == 0
         await stages.settle()

@@ -85,6 +85,8 @@ class HandoffSender:
         self._ids: tuple[int, ...] = ()
         self.generation = 0
         self.state = State.DECODING
+        self.rejected = False
+        """Whether MainDecode refused, and has not said since that it is ready: it will not take this stream over."""
 
     def outputs_grew(self, outputs: int) -> list[Action]:
         """The stage now has this many output IDs."""
@@ -94,6 +96,7 @@ class HandoffSender:
     def kv_ready(self, main: Peer) -> list[Action]:
         """MainDecode has all KV, a seat and blocks. Heard again, it changes nothing unless an offer was refused."""
         self._main = main
+        self.rejected = False
         return self._begin_if_due()
 
     def frozen(self, ids: Sequence[int]) -> list[Action]:
@@ -119,6 +122,7 @@ class HandoffSender:
         if seq != self._seq or self.state is not State.OFFERED:
             return []
         self._main = None
+        self.rejected = True
         return self._resume()
 
     def silent(self, seq: int) -> list[Action]:
