@@ -231,7 +231,7 @@ async def _open_prefill(
     host = await stack.enter_async_context(runtime.open_host(settings, me, loaded, "stream"))
     host.bus = BentBus(host.bus)
     service = PrefillService(host, senders, LineMeter(senders.stream, me.dc), prior)
-    _run(stack, host, service.endpoints(), service.on_step)
+    _run(stack, host, service.endpoints(), service.on_step, senders.lost)
     return Stage(host, service, service._attempts)
 
 
@@ -246,15 +246,19 @@ async def _open_decode(
     host = await stack.enter_async_context(runtime.open_host(settings, me, loaded, "stream"))
     host.bus = BentBus(host.bus)
     service = kind(host, fabric=fabric, wan=wan)
-    _run(stack, host, service.endpoints(), service.stage.on_step)
+    _run(stack, host, service.endpoints(), service.stage.on_step, fabric.lost)
     return Stage(host, service, service.stage.attempts)
 
 
 def _run(
-    stack: AsyncExitStack, host: StageHost, endpoints: list[Endpoint], on_step: Callable[[StepResult], None]
+    stack: AsyncExitStack,
+    host: StageHost,
+    endpoints: list[Endpoint],
+    on_step: Callable[[StepResult], None],
+    fabric_lost: asyncio.Event,
 ) -> None:
     stop = asyncio.Event()
-    running = asyncio.create_task(runtime.run_until(host, endpoints, on_step, stop))
+    running = asyncio.create_task(runtime.run_until(host, endpoints, on_step, stop=stop, fabric_lost=fabric_lost))
 
     async def end() -> None:
         stop.set()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pdd.errors import UnreachableError
+from pdd.errors import UnavailableError, UnreachableError
 from pdd.kv import StreamEndpoint, Ticket
 from pdd.mesh.messages import Beat
 from pdd.mesh.registry import Registry
@@ -88,11 +88,11 @@ def test_each_layout_has_its_own_mains() -> None:
 def test_nobody_there_is_said_for_each_role() -> None:
     only_b = router_of(beat(MD_B), beat(RLD_B))
     assert only_b.relays(P0) == []
-    with pytest.raises(UnreachableError, match="no prefill"):
+    with pytest.raises(UnavailableError, match="no prefill"):
         only_b.prefills({})
-    with pytest.raises(UnreachableError, match="no main_decode in the same datacenter"):
+    with pytest.raises(UnavailableError, match="no main_decode in the same datacenter"):
         only_b.mains(P0, Pipeline.PD_LOCAL, {})
-    with pytest.raises(UnreachableError, match="no main_decode across the WAN"):
+    with pytest.raises(UnavailableError, match="no main_decode across the WAN"):
         router_of(beat(MD_A)).mains(P0, Pipeline.PDD, {})
 
 
