@@ -110,6 +110,11 @@ class GatewaySettings(ProcessSettings, LineSettings):
     relay_max_tokens: int = Field(
         512, ge=1, description="Output tokens RelayDecode produces for one request before it pauses for MainDecode."
     )
+    default_max_tokens: int = Field(
+        2048,
+        ge=1,
+        description="Longest answer of a chat that names no limit; MainDecode holds KV blocks for all of it.",
+    )
     queue_timeout_s: float = Field(30.0, gt=0, description="Longest wait for a stage with room; then 503 (s).")
     stall_timeout_s: float = Field(60.0, gt=0, description="An attempt without any progress fails after this (s).")
     max_attempts: int = Field(3, ge=1, le=16, description="Attempts per request before the client gets an error.")

@@ -71,6 +71,12 @@ class UnreachableError(PddError):
     code = "unreachable"
 
 
+class UnavailableError(PddError):
+    """No live instance of a role that the request needs."""
+
+    code = "unavailable"
+
+
 class DeadlineError(PddError):
     """A wait ended by its deadline."""
 

@@ -7,7 +7,6 @@ from typing import Protocol
 
 import msgspec
 
-from pdd.errors import IncompatibleError
 from pdd.types import Peer
 
 DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -70,13 +69,6 @@ class ModelIdentity(msgspec.Struct, frozen=True):
     def fingerprint(self) -> str:
         """SHA-256 (hex) over all fields."""
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
-
-    def require_equal(self, other: ModelIdentity) -> None:
-        """Raise `IncompatibleError` naming the first field in which `other` differs."""
-        for field in self.__struct_fields__:
-            ours, theirs = getattr(self, field), getattr(other, field)
-            if ours != theirs:
-                raise IncompatibleError(field, ours, theirs)
 
 
 class StreamEndpoint(msgspec.Struct, frozen=True, tag="stream"):

@@ -48,9 +48,13 @@ class Assembler:
         self._generation = 0
         self._end_position = None
 
+    def is_news(self, event: TokenEvent) -> bool:
+        """Whether the event is of the newest generation known and ahead of what was emitted."""
+        return event.generation >= self._generation and event.position >= self.next_position
+
     def accept(self, event: TokenEvent) -> list[int]:
         """Take in one event; returns the tokens that it allows to emit, in order."""
-        if event.generation < self._generation or event.position < self.next_position:
+        if not self.is_news(event):
             self.dropped += 1
             return []
         self._generation = event.generation
@@ -61,12 +65,14 @@ class Assembler:
         return self._drain()
 
     def accept_replay(self, replay: Replayed) -> list[int]:
-        """Take in what the owner of the stream repeats from exactly `next_position` on."""
-        continues = replay.first_position == self.next_position and replay.prefix_hash == self._hash
-        if replay.generation < self._generation or not continues:
+        """Take in what the owner of the stream repeats from exactly `next_position` on.
+
+        Position and hash decide, not generation: whoever said last that it ended the answer may never have heard of a
+        later one.
+        """
+        if replay.first_position != self.next_position or replay.prefix_hash != self._hash:
             self.dropped += len(replay.ids)
             return []
-        self._generation = replay.generation
         self._emit(replay.ids)
         return [*replay.ids, *self._drain()]
 

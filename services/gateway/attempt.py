@@ -7,13 +7,14 @@ other. P starts computing at once; where its KV goes is attached when the ticket
 from __future__ import annotations
 
 import asyncio
+import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 
-from pdd.errors import CapacityError, PddError, RemoteError, UnreachableError
+from pdd.errors import CapacityError, PddError, RemoteError, UnavailableError, UnreachableError
 from pdd.kv import Ticket
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
@@ -25,7 +26,10 @@ from services.gateway.router import Router
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-_RETRY_INTERVAL_S = 0.1
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 2.0
+"""Between two rounds of asking for room: each carries the whole prompt, perhaps across the WAN."""
+
 _CANCEL_TIMEOUT_S = 5.0
 _CANCEL_TRIES = 3
 
@@ -40,6 +44,7 @@ class Stages:
     main: Peer | None = None
     relay: Peer | None = None
     kv_ready: bool = False
+    taken_over: bool = False
     handed_over: bool = False
 
     def all(self) -> list[Peer]:
@@ -49,13 +54,20 @@ class Stages:
     def needs(self, peer: Peer) -> bool:
         """Whether the attempt cannot go on without `peer`, as far as is known.
 
-        RelayDecode copes with MainDecode's death by itself, and nobody needs Prefill once its KV has arrived.
+        RelayDecode copes with MainDecode's death by itself, and nobody needs Prefill once its KV has arrived and a
+        decode stage has taken over.
         """
         if peer == self.main:
             return self.relay is None or self.handed_over
         if peer == self.prefill:
-            return not self.kv_ready
+            return not (self.kv_ready and self.taken_over)
         return peer == self.relay and not self.handed_over
+
+    def heard_tokens(self, role: Role) -> None:
+        """A stage samples: it has taken over, whatever report of that was lost."""
+        self.taken_over |= role is not Role.PREFILL
+        if role is Role.MAIN_DECODE:
+            self.kv_ready = self.handed_over = True
 
 
 class Attempt:
@@ -127,6 +139,10 @@ class Attempt:
             relay_ticket = await self._reserve_relay(prefill, main, patient=forced)
             if relay_ticket is None:
                 path, reason = Path.DIRECT, "relay_full"
+            elif relay_hint is None or not same_place(relay_hint, relay_ticket.holder):
+                # MainDecode must tell the RelayDecode that has the request; the same reservation again corrects it.
+                reserve = self._reserve(prefill, max_outputs=request.stop.max_tokens, relay=relay_ticket.holder)
+                await self._ask(main, "reserve", reserve, Reserved)
         report.path, report.reason = path, reason
         report.predicted_wait_ms = decision.exposed_wait_s * 1e3
         attach = Attach(
@@ -143,6 +159,8 @@ class Attempt:
         if progress.by.role is Role.MAIN_DECODE:
             self.stages.kv_ready |= progress.phase in (Phase.KV_READY, Phase.DECODING)
             self.stages.handed_over |= progress.phase is Phase.HANDED_OVER
+        if progress.by.role is not Role.PREFILL:
+            self.stages.taken_over |= progress.phase is Phase.HANDED_OVER
         if progress.path is Path.DIRECT and self.stages.relay is not None:
             relay, self.stages.relay = self.stages.relay, None
             self._report.relay = None
@@ -169,7 +187,7 @@ class Attempt:
                 lambda peer: self._ask(peer, "reserve", reserve, Reserved),
                 patient=patient,
             )
-        except CapacityError as error:
+        except PddError as error:
             if patient:
                 raise
             logger.info("relay_declined", request_id=self.key.request_id, error=str(error))
@@ -215,6 +233,7 @@ class Attempt:
 
         Whoever is asked is noted first: if this is cancelled before the answer comes, `close` still reaches it.
         """
+        pause_s = _FIRST_PAUSE_S
         while True:
             refusal: PddError = CapacityError("no instance is available")
             for peer in self._present(candidates):
@@ -228,15 +247,18 @@ class Attempt:
                     refusal = error
                 self._asked.remove(peer)
                 self._router.settle(peer)
+                if refusal.code == UnreachableError.code:
+                    self._router.forget(peer)
             if not patient or self._now() >= self._deadline:
                 raise CapacityError(str(refusal))
-            await asyncio.sleep(_RETRY_INTERVAL_S)
+            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     def _present(self, candidates: Callable[[], list[Peer]]) -> list[Peer]:
         """Candidates right now. A first attempt with none fails at once; a later one waits for a restart."""
         try:
             return candidates()
-        except UnreachableError:
+        except UnavailableError:
             if self.key.attempt == 1:
                 raise
             return []
@@ -252,6 +274,11 @@ class Attempt:
                 return
             except PddError as error:
                 logger.info("cancel_unconfirmed", request_id=self.key.request_id, to=peer.instance, error=str(error))
+
+
+def same_place(one: Peer, other: Peer) -> bool:
+    """Whether both are reached under the same subjects."""
+    return (one.dc, one.role, one.instance) == (other.dc, other.role, other.instance)
 
 
 def _name(peer: Peer) -> str:

@@ -13,7 +13,16 @@ from dataclasses import dataclass
 
 import structlog
 
-from pdd.errors import DeadlineError, PddError, RemoteError, StaleError, TooLargeError, UnreachableError
+from pdd.errors import (
+    CapacityError,
+    DeadlineError,
+    PddError,
+    RemoteError,
+    StaleError,
+    TooLargeError,
+    UnavailableError,
+    UnreachableError,
+)
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus, Endpoint
 from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Progress, Replay, Replayed, TokenBatch
@@ -29,7 +38,7 @@ from services.gateway.timeline import Timeline
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-_HOPELESS = frozenset({TooLargeError.code, "malformed", "no_capacity"})
+_HOPELESS = frozenset({TooLargeError.code, CapacityError.code, UnavailableError.code, "malformed"})
 """Errors that another attempt would only meet again."""
 
 _REPLAY_TIMEOUT_S = 2.0
@@ -61,6 +70,8 @@ class LiveRequest:
         self._finish: FinishReason | None = None
         self._error: PddError | None = None
         self._attempt_error: PddError | None = None
+        self._attached = False
+        """Whether stages for the whole answer were found once: before, an error can still be an HTTP status."""
         self._changed = asyncio.Event()
         self._readable = asyncio.Event()
         self._last_sign = coordinator.now()
@@ -76,9 +87,10 @@ class LiveRequest:
         while True:
             await self._readable.wait()
             self._readable.clear()
-            tokens, self._fresh = self._fresh, []
-            if tokens or self._finish is not None:
-                yield Emission(tokens, self._finish)
+            if self._attached or self._finish is not None:
+                tokens, self._fresh = self._fresh, []
+                if tokens or self._finish is not None:
+                    yield Emission(tokens, self._finish)
             if self._finish is not None:
                 return
             if self._error is not None:
@@ -97,6 +109,9 @@ class LiveRequest:
                 if error.code in _HOPELESS or number == limits.max_attempts:
                     self._error = error
                     return
+        except Exception as error:
+            logger.exception("request_failed", request_id=self._request.request_id)
+            self._error = PddError(f"unexpected {type(error).__name__}")
         finally:
             self._timeline.ended()
             self._readable.set()
@@ -104,8 +119,10 @@ class LiveRequest:
     def heard(self, by: Peer, event: TokenEvent) -> None:
         """A token event of the current attempt arrived; it may be late, early or known."""
         self._last_sign = self._coordinator.now()
-        if event.position >= self._assembler.next_position:
+        if self._assembler.is_news(event):
             self._owner = by
+        if self.attempt is not None:
+            self.attempt.stages.heard_tokens(by.role)
         self._emit(by, self._assembler.accept(event))
 
     def progressed(self, progress: Progress) -> None:
@@ -155,6 +172,8 @@ class LiveRequest:
             await attempt.start(
                 await coordinator.prefixes.hits(self._request.prompt, coordinator.router.prefill_beats())
             )
+            self._attached = True
+            self._readable.set()
             return await self._until_over(attempt)
         except PddError as error:
             return error

@@ -1,6 +1,7 @@
 """Where a request goes: instances and path, from beats, reservations and the policies in `pdd.policy`.
 
-Holds the gateway's own commitments since the last beat, so that a burst does not herd. Decides; sends nothing.
+Counts the gateway's own requests per instance beside what beats report, so that a burst does not herd. It decides and
+sends nothing.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import dataclass
 
-from pdd.errors import UnreachableError
+from pdd.errors import UnavailableError, UnreachableError
 from pdd.kv import Ticket
 from pdd.mesh.messages import Beat
 from pdd.mesh.registry import Registry
@@ -37,6 +38,10 @@ class Router:
         self._policy = policy
         self._committed: Counter[str] = Counter()
 
+    def forget(self, peer: Peer) -> None:
+        """Nobody answers for `peer`: do not wait for its beats to fail."""
+        self._registry.forget(peer)
+
     def commit(self, peer: Peer) -> None:
         """A request was sent to `peer`."""
         self._committed[peer.epoch] += 1
@@ -52,7 +57,7 @@ class Router:
         return self._registry.live(Role.PREFILL)
 
     def prefills(self, hits: HitTokens) -> list[Peer]:
-        """Live P, best first. Raises `UnreachableError` if there is none."""
+        """Live P, best first. Raises `UnavailableError` if there is none."""
         return self._ranked(self.prefill_beats(), "prefill", hits)
 
     def relays(self, prefill: Peer) -> list[Peer]:
@@ -94,7 +99,7 @@ class Router:
 
     def _ranked(self, beats: list[Beat], what: str, hits: HitTokens) -> list[Peer]:
         if not beats:
-            raise UnreachableError(f"no {what} is available")
+            raise UnavailableError(f"no {what} is available")
         peers = {beat.peer.epoch: beat.peer for beat in beats}
         candidates = [
             Candidate(

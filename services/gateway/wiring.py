@@ -62,6 +62,7 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
             model_name=settings.model_name or settings.model.stem,
             created=int(settings.model.stat().st_mtime),
             max_model_len=settings.max_model_len or tokenizer.context_length,
+            default_max_tokens=settings.default_max_tokens,
             default_pipeline=settings.pipeline,
             max_body_bytes=settings.max_body_bytes,
             mesh=lambda: _describe(registry, prefixes),

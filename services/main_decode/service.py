@@ -9,7 +9,7 @@ import asyncio
 
 import structlog
 
-from pdd.errors import DeadlineError, PddError, UnreachableError
+from pdd.errors import PddError
 from pdd.mesh import subjects
 from pdd.mesh.bus import Endpoint
 from pdd.mesh.messages import KvReady, Ok, Withdraw, Withdrawn
@@ -20,7 +20,7 @@ from pdd.types import Peer
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
-_RETRY_INTERVAL_S = 0.2
+_ANNOUNCE_INTERVAL_S = 1.0
 _READY_TIMEOUT_S = 2.0
 
 
@@ -62,18 +62,15 @@ class MainDecodeService:
         """Nothing is kept beside the stage's own state."""
 
     async def _announce(self, attempt: DecodeAttempt, relay: Peer) -> None:
-        """Say `kv_ready` until RelayDecode has heard it or the stream is ours."""
+        """Say `kv_ready` every second until the stream is ours: RelayDecode may be restarted or lose sight of us."""
         message = KvReady(attempt.key, self._host.me)
         while not attempt.receiver.owned:
+            relay = attempt.reserve.relay or relay
             try:
                 await self._host.bus.request(
                     subjects.endpoint(relay, "kv_ready"), message, Ok, timeout_s=_READY_TIMEOUT_S
                 )
-                return
-            except (DeadlineError, UnreachableError) as error:
-                logger.info("kv_ready_unheard", request_id=attempt.key.request_id, error=str(error))
-                await asyncio.sleep(_RETRY_INTERVAL_S)
             except PddError as error:
-                # RelayDecode is not part of this attempt (any more): Prefill will hand over.
-                logger.info("kv_ready_declined", request_id=attempt.key.request_id, error=str(error))
-                return
+                # On the direct path RelayDecode knows nothing of the attempt: Prefill will hand over.
+                logger.info("kv_ready_unheard", request_id=attempt.key.request_id, error=str(error))
+            await asyncio.sleep(_ANNOUNCE_INTERVAL_S)

@@ -88,7 +88,10 @@ class PrefillService:
         self._line = line
         self._prior = prior
         self._attempts: Attempts[PrefillAttempt] = Attempts(host.now)
-        self._drained: dict[str, float] = {}
+        self._exports: dict[str, KvExport] = {}
+        """Running exports by transfer ID, of attempts that are over, too: an export leaves only when it is quiet."""
+        self._stopped: dict[str, float] = {}
+        """When transfers were stopped on purpose, by transfer ID; what is here is not (again) begun."""
         host.on_abandoned = self._abandon
         host.stale_messages = lambda: self._attempts.stale_messages
         host.line_figures = line.figures
@@ -155,12 +158,10 @@ class PrefillService:
 
     async def drain(self, message: Drain) -> Ok:
         """Stop writing under one transfer; answered once nothing of it is in flight."""
-        now = self._host.now()
-        self._drained = {k: t for k, t in self._drained.items() if now - t < TOMBSTONE_S}
-        self._drained[message.transfer_id] = now
+        await self._stop_export(message.transfer_id)
         attempt = self._attempts.find(message.key)
         if attempt is not None:
-            await self._stop_export(attempt, message.transfer_id)
+            await self._free_if_done(attempt)
         return Ok()
 
     async def cancel(self, message: Cancel) -> Ok:
@@ -204,11 +205,11 @@ class PrefillService:
             await self._fail(attempt, error)
 
     def _export(self, attempt: PrefillAttempt, ticket: Ticket) -> None:
-        if ticket.transfer_id in self._drained or attempt.stream.finish is not None or attempt.freeing is not None:
+        if ticket.transfer_id in self._stopped or attempt.stream.finish is not None or attempt.freeing is not None:
             return
         self._line.note(ticket)
         export = self._sender.open(ticket, attempt.key, attempt.blocks)
-        attempt.exports[ticket.transfer_id] = export
+        attempt.exports[ticket.transfer_id] = self._exports[ticket.transfer_id] = export
         export.advance(attempt.computed)
         work = self._deliver(attempt, ticket, export)
         attempt.tasks.append(self._host.tasks.spawn(work, f"deliver {attempt.key}"))
@@ -217,7 +218,7 @@ class PrefillService:
         try:
             await export.wait_delivered()
         except PddError as error:
-            if attempt.exports.pop(ticket.transfer_id, None) is not None:
+            if ticket.transfer_id not in self._stopped:
                 await self._fail(attempt, error)
             return
         logger.info(
@@ -227,13 +228,21 @@ class PrefillService:
             bytes=export.sent_bytes,
         )
         attempt.exports.pop(ticket.transfer_id, None)
+        self._exports.pop(ticket.transfer_id, None)
         await self._free_if_done(attempt)
 
-    async def _stop_export(self, attempt: PrefillAttempt, transfer_id: str) -> None:
-        export = attempt.exports.pop(transfer_id, None)
-        if export is not None:
-            await export.cancel()
-            await self._free_if_done(attempt)
+    async def _stop_export(self, transfer_id: str) -> None:
+        """Never write under this transfer (again); returns once nothing of it is in flight."""
+        now = self._host.now()
+        self._stopped = {k: t for k, t in self._stopped.items() if now - t < TOMBSTONE_S} | {transfer_id: now}
+        export = self._exports.get(transfer_id)
+        if export is None:
+            return
+        await export.cancel()
+        self._exports.pop(transfer_id, None)
+        attempt = self._attempts.find(export.key)
+        if attempt is not None:
+            attempt.exports.pop(transfer_id, None)
 
     def _reconsider(self, attempt: PrefillAttempt) -> None:
         """With the first token at hand: is RelayDecode still worth its while?"""
@@ -252,11 +261,15 @@ class PrefillService:
         decision = choose_path(Pipeline.PDD, line, transfer, budget_s=self._prior.budget_s, relay_available=True)
         if decision.path is Path.DIRECT:
             attempt.path = Path.DIRECT
-            work = self._stop_export(attempt, attach.relay.transfer_id)
+            work = self._release_relay(attempt, attach.relay)
             attempt.tasks.append(self._host.tasks.spawn(work, f"release_relay {attempt.key}"))
             self._host.progress(
                 attempt.key, attempt.gateway, Phase.PREFILL_DONE, path=Path.DIRECT, reason="relay_not_needed"
             )
+
+    async def _release_relay(self, attempt: PrefillAttempt, relay: Ticket) -> None:
+        await self._stop_export(relay.transfer_id)
+        await self._free_if_done(attempt)
 
     def _hand_over_if_due(self, attempt: PrefillAttempt) -> None:
         due = attempt.sampled and attempt.attach is not None and attempt.stream.finish is None
@@ -336,9 +349,9 @@ class PrefillService:
         await asyncio.shield(attempt.freeing)
 
     async def _give_back(self, attempt: PrefillAttempt) -> None:
-        while attempt.exports:
-            _, export = attempt.exports.popitem()
-            await export.cancel()
+        for transfer_id in list(attempt.exports):
+            await self._stop_export(transfer_id)
+        attempt.exports.clear()
         await self._host.release(attempt.key)
 
     def _abandon(self, key: AttemptKey) -> None:

@@ -28,7 +28,7 @@ async def serve(settings: StageSettings, me: Peer, stop: asyncio.Event) -> None:
         fabric = "stream" if senders.nixl is None else "nixl"
         async with runtime.open_host(settings, me, loaded, fabric) as host:
             service = PrefillService(host, senders, LineMeter(senders.stream, me.dc), prior)
-            await runtime.run_until(host, service.endpoints(), service.on_step, stop)
+            await runtime.run_until(host, service.endpoints(), service.on_step, stop=stop, fabric_lost=senders.lost)
 
 
 @asynccontextmanager

@@ -86,7 +86,8 @@ class RelayService:
         """At its limit and with no MainDecode left to take over, only a new attempt helps."""
         main = attempt.reserve.main
         at_limit = len(attempt.stream.ids) >= attempt.reserve.max_outputs
-        if not at_limit or main is None or attempt.kv_freed or attempt.stream.finish is not None:
+        decoding = self._handoffs[attempt.key].state is State.DECODING
+        if not (at_limit and decoding) or main is None or attempt.kv_freed or attempt.stream.finish is not None:
             return
         if self._handoffs[attempt.key].rejected:
             error = PddError(f"main_decode {main.instance} refused to take over")

@@ -18,4 +18,4 @@ async def serve(settings: StageSettings, me: Peer, stop: asyncio.Event) -> None:
         runtime.open_host(settings, me, loaded, "stream" if fabric.fences_itself else "nixl") as host,
     ):
         service = RelayService(host, fabric=fabric, wan=wan)
-        await runtime.run_until(host, service.endpoints(), service.stage.on_step, stop)
+        await runtime.run_until(host, service.endpoints(), service.stage.on_step, stop=stop, fabric_lost=fabric.lost)

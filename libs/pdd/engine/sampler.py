@@ -45,7 +45,9 @@ def top2_margin(row: torch.Tensor) -> float:
 def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], uniforms: torch.Tensor) -> torch.Tensor:
     """Invert the cumulative distribution, in vocabulary order, at `uniforms` `[n]` float64."""
     temperature = torch.tensor([s.temperature for s in samplings], dtype=torch.float64).unsqueeze(1)
-    probabilities = torch.softmax(logits.double() / temperature, dim=-1)
+    # The maximum first: a temperature close to zero then gives minus infinity at worst, never infinity over infinity.
+    wide = logits.double()
+    probabilities = torch.softmax((wide - wide.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
     if any(s.top_k or s.top_p < 1 for s in samplings):
         probabilities = probabilities * _kept(probabilities, samplings)
     cumulative = probabilities.cumsum(dim=-1)

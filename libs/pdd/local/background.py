@@ -18,7 +18,6 @@ from pdd.local.mesh import LocalMesh
 from pdd.local.plan import MeshOptions
 from pdd.local.supervisor import StartError
 
-
 ERROR_MARK = "error: "
 """What the line begins with that says why there is no mesh: for whoever started this one, not progress."""
 

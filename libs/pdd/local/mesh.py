@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 
+import msgspec
 import psutil
 
 from pdd.local import servers
@@ -134,7 +135,8 @@ class LocalMesh:
 
         self._launch_servers(ports)
         # Reading the model's header takes seconds: as long as the servers need to come up.
-        needed = len(stages(options)) * stage_bytes(read_config(model), options.dtype, options.pool_tokens)
+        config = read_config(model)
+        needed = len(stages(options)) * stage_bytes(config, options.dtype, options.pool_tokens)
         check_memory(needed, psutil.virtual_memory().available)
         self._await_servers(ports)
 
@@ -142,6 +144,9 @@ class LocalMesh:
         for one in self.assignments:
             where = ",".join(map(str, one.cores))
             self._progress(f"  {one.name:<16} core {where}, {one.threads} thread{'s' * (one.threads > 1)}")
+        if options.max_model_len is None and options.pool_tokens < config.context_length:
+            options = msgspec.structs.replace(options, max_model_len=options.pool_tokens)
+            self._progress(f"Prompt and answer may have {options.pool_tokens} tokens, as many as a KV pool holds")
         self._progress(f"Loading {model.stem} into {len(self.assignments)} stages")
         ucx_tls = os.environ.get("UCX_TLS", "tcp,self")
         for spec in service_processes(options, model, ports, self.assignments, ucx_tls):

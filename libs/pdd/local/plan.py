@@ -79,6 +79,8 @@ class MeshOptions(msgspec.Struct, frozen=True):
             raise ConfigError("a mesh needs at least one prefill and one main_decode instance")
         if min(self.main_decode, self.local_main_decode) < 0:
             raise ConfigError("the number of main_decode instances cannot be negative")
+        if self.max_model_len is not None and self.max_model_len > self.pool_tokens:
+            raise ConfigError(f"a KV pool of {self.pool_tokens} tokens cannot hold {self.max_model_len}")
         if self.pace is not None and self.pace not in PACES:
             raise ConfigError(f"there is no pace {self.pace!r}; known: {', '.join(PACES)}")
         if self.dtype not in get_args(Dtype):

@@ -1,4 +1,4 @@
-"""Which instance of a role serves a request. Pure; includes the caller's own commitments since the last report."""
+"""Which instance of a role serves a request. Pure; includes the caller's own commitments."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 @dataclass(frozen=True)
 class Candidate:
     """An instance as placement sees it: its seats and blocks in use, as shares of what it has (0..1), requests
-    queued for a seat, how many requests the caller has sent it since that was reported, and the hit length."""
+    queued for a seat, how many of the caller's own requests it has, reported or not yet, and the hit length."""
 
     name: str
     seats_used: float

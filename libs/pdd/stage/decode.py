@@ -133,7 +133,7 @@ class DecodeStage:
                 receiver=HandoffReceiver(message.prompt, message.outputs, covered),
                 stream=OutputStream(message.key, len(message.prompt), message.outputs),
             )
-            self.attempts.open(message.key, attempt)
+            self._enter(attempt)
         except PddError:
             pool.decref(blocks)
             raise
@@ -209,8 +209,8 @@ class DecodeStage:
         if attempt.kv_freed:
             return
         attempt.kv_freed = True
-        attempt.transport.close(attempt.kv.ticket.transfer_id)
         if attempt.started:
+            attempt.transport.close(attempt.kv.ticket.transfer_id)
             await self._host.release(attempt.key)
         else:
             self._host.tasks.spawn(self._free_reserved(attempt), f"free {attempt.key}")
@@ -246,11 +246,19 @@ class DecodeStage:
         else:
             self._report(attempt, Phase.DECODING)
 
+    def _enter(self, attempt: DecodeAttempt) -> None:
+        try:
+            self.attempts.open(attempt.key, attempt)
+        except PddError:
+            attempt.transport.close(attempt.kv.ticket.transfer_id)
+            raise
+
     async def _receive(self, attempt: DecodeAttempt) -> None:
         try:
             await attempt.kv.wait_complete()
         except PddError as error:
-            await self.fail(attempt, error)
+            if not attempt.kv_freed:
+                await self.fail(attempt, error)
             return
         attempt.receiver.kv_complete()
         self._report(attempt, Phase.KV_READY)
@@ -270,11 +278,11 @@ class DecodeStage:
     async def _free_reserved(self, attempt: DecodeAttempt) -> None:
         """Free blocks that KV may still be arriving in, once it no longer can.
 
-        The stream fences itself: a closed transfer is refused before it reaches the pool. A fabric writes without
-        asking, so the sender must first confirm that it has drained, or its epoch must be gone.
+        The sender is asked to drain first: a fabric writes without asking, so its word is the only fence (or the end of
+        its epoch); the stream fences itself, but would take the refusal of a slice for a failure of the attempt.
         """
         source, ticket = attempt.reserve.source, attempt.kv.ticket
-        drained = attempt.transport.fences_itself or attempt.kv.complete
+        drained = attempt.kv.complete
         while not drained:
             try:
                 message = Drain(attempt.key, ticket.transfer_id)
@@ -286,8 +294,10 @@ class DecodeStage:
                 drained = not self._host.registry.is_live(source)
             except PddError as error:
                 logger.warning("drain_unconfirmed", source=source.instance, error=str(error))
+            drained = drained or attempt.transport.fences_itself
             if not drained:
                 await asyncio.sleep(1.0)
+        attempt.transport.close(ticket.transfer_id)
         self._host.loaded.engine.blocks.decref(attempt.blocks)
 
     def _report(self, attempt: DecodeAttempt, phase: Phase) -> None:

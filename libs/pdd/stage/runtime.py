@@ -84,18 +84,29 @@ async def open_receivers(
 
 
 async def run_until(
-    host: StageHost, endpoints: list[Endpoint], on_step: Callable[[StepResult], None], stop: asyncio.Event
+    host: StageHost,
+    endpoints: list[Endpoint],
+    on_step: Callable[[StepResult], None],
+    *,
+    stop: asyncio.Event,
+    fabric_lost: asyncio.Event,
 ) -> None:
-    """Start everything, announce the stage, and run until `stop` is set or the engine fails."""
+    """Start everything, announce the stage, and run until `stop` is set.
+
+    Raises `PddError` if the engine fails or the fabric is lost: better no stage than one that only looks alive.
+    """
     host.engine.start(on_step)
     await _serve(host.bus, host, endpoints)
-    stopped = asyncio.create_task(stop.wait())
+    stopped, lost = asyncio.create_task(stop.wait()), asyncio.create_task(fabric_lost.wait())
     try:
-        await asyncio.wait({stopped, host.engine.failed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopped, lost, host.engine.failed}, return_when=asyncio.FIRST_COMPLETED)
         if host.engine.failed.done():
             raise PddError(f"the engine failed: {host.engine.failed.exception()}")
+        if lost.done():
+            raise PddError("the KV fabric broke down")
     finally:
         stopped.cancel()
+        lost.cancel()
 
 
 async def _serve(bus: Bus, host: StageHost, endpoints: list[Endpoint]) -> None:

@@ -29,6 +29,7 @@ class Senders:
     def __init__(self, stream: StreamSender, nixl: NixlSender | None) -> None:
         self.stream = stream
         self.nixl = nixl
+        self.lost = stream.lost if nixl is None else nixl.lost
 
     def open(
         self, ticket: Ticket, key: AttemptKey, blocks: Sequence[int], *, on_acked: ExportCallback | None = None

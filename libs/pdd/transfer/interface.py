@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -13,6 +14,9 @@ from pdd.types import AttemptKey
 
 class KvReceiver(Protocol):
     """Accepts KV into one pool."""
+
+    lost: asyncio.Event
+    """Set when the transport has broken down for good: nothing will ever arrive again, so the process should end."""
 
     fences_itself: bool
     """Whether nothing is written into a transfer's blocks once `close` has returned. If not, the sender must have
@@ -49,6 +53,9 @@ class KvReceiver(Protocol):
 
 class KvSender(Protocol):
     """Sends KV out of one pool."""
+
+    lost: asyncio.Event
+    """As `KvReceiver.lost`: nothing will ever be sent again."""
 
     def open(
         self, ticket: Ticket, key: AttemptKey, blocks: Sequence[int], *, on_acked: ExportCallback | None = None

@@ -37,6 +37,7 @@ class NixlReceiver:
         self._identity = identity
         self._me = me
         self._agent: NixlAgent | None = None
+        self.lost = asyncio.Event()
         self._imports: dict[str, KvImport] = {}
         self._writers: dict[str, str] = {}  # Transfer ID -> the agent whose offer was accepted.
         self._pacing = Pacing()
@@ -91,6 +92,7 @@ class NixlReceiver:
             await self._listen(agent)
         except TransferError as error:
             logger.error("kv_fabric_lost", reason=str(error))
+            self.lost.set()
             for opened in self._imports.values():
                 opened.fail(error)
 

@@ -56,6 +56,7 @@ class NixlSender:
         self._identity = identity
         self._me = me
         self._silence_s = silence_s
+        self.lost = asyncio.Event()
         self._agent: NixlAgent | None = None
         self._dialogues: dict[str, _Dialogue] = {}  # By transfer ID, oldest first.
         self._writes: dict[Handle, KvExport] = {}
@@ -119,6 +120,7 @@ class NixlSender:
             await self._drive(agent)
         except TransferError as error:
             logger.error("kv_fabric_lost", reason=str(error))
+            self.lost.set()
             for dialogue in list(self._dialogues.values()):
                 dialogue.export.fail(error)
 
@@ -171,6 +173,8 @@ class NixlSender:
 
     async def _advance(self, agent: NixlAgent, dialogue: _Dialogue) -> bool:
         """Send what may be sent now; say whether anything was. Raises `TransferError` if the receiver is gone."""
+        if dialogue.export.ended:
+            return False  # Cancelled while another dialogue was being served: its blocks are no longer ours to read.
         now_s = time.monotonic()
         if not dialogue.offered:
             dialogue.offered, dialogue.heard_s = True, now_s

@@ -48,6 +48,7 @@ class StreamReceiver:
         self._bind = (host, port)
         self._advertise = advertise
         self._timeouts = timeouts or StreamTimeouts()
+        self.lost = asyncio.Event()  # Never set: a broken connection is made anew.
         self._imports: dict[str, KvImport] = {}
         self._completed: dict[str, None] = {}
         """Closed transfers that had arrived whole, oldest first."""

@@ -45,6 +45,7 @@ class StreamSender:
         self._timeouts = timeouts or StreamTimeouts()
         self._links: dict[tuple[StreamEndpoint, str], Link] = {}
         self._tasks: set[asyncio.Task[None]] = set()
+        self.lost = asyncio.Event()  # Never set: a broken connection is made anew.
         self._stopped = False
 
     def open(

@@ -34,6 +34,7 @@ def create_app(
     model_name: str,
     created: int,
     max_model_len: int,
+    default_max_tokens: int,
     default_pipeline: Pipeline,
     max_body_bytes: int,
     mesh: Callable[[], dict[str, Any]],
@@ -53,6 +54,7 @@ def create_app(
         metrics=Metrics(registry),
         model_name=model_name,
         max_model_len=max_model_len,
+        default_max_tokens=default_max_tokens,
         default_pipeline=default_pipeline,
         max_body_bytes=max_body_bytes,
     )

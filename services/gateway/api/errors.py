@@ -40,8 +40,11 @@ def invalid(message: str, param: str | None, code: str | None = None) -> ApiErro
     return ApiError(400, message, param=param, code=code)
 
 
-_STATUS = {"no_capacity": 503, "unreachable": 503, "deadline": 503, "too_large": 400}
+_STATUS = {"no_capacity": 503, "unavailable": 503, "unreachable": 503, "deadline": 503, "too_large": 400}
 """By `PddError.code`; any other is a 500 that tells nothing about our insides."""
+
+_INSIDE = frozenset({"unreachable", "deadline"})
+"""Errors whose text names our own instances and subjects."""
 
 
 def translate(error: Exception, request_id: str) -> ApiError:
@@ -49,6 +52,9 @@ def translate(error: Exception, request_id: str) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, PddError) and error.code in _STATUS:
+        if error.code in _INSIDE:
+            _log.warning("request_unserved", request_id=request_id, error=str(error))
+            return ApiError(_STATUS[error.code], "The service cannot be reached right now.", code=error.code)
         return ApiError(_STATUS[error.code], str(error), code=error.code)
     _log.error("request_failed", request_id=request_id, exc_info=error)
     return ApiError(500, f"The server failed to answer this request (request {request_id}).", code="internal")

@@ -9,7 +9,7 @@ from typing import TypeVar
 
 from starlette.datastructures import Headers
 
-from pdd.types import Sampling, StopRule
+from pdd.types import Pipeline, Sampling, StopRule
 from services.gateway.api import headers as wishes
 from services.gateway.api.errors import ApiError, invalid
 from services.gateway.api.schemas import GenerationFields, parse
@@ -35,10 +35,12 @@ class Call:
 
 async def prepare(surface: Surface, shape: Shape[BodyT], raw: bytes, headers: Headers, request_id: str) -> Call:
     """Check and translate a request. Raises `ApiError` that names the field at fault."""
-    body = parse(raw, shape.body)
+    body = await surface.workers.run(lambda: parse(raw, shape.body))
     require_model(surface, body.model)
     pipeline = wishes.wanted_pipeline(headers, surface.default_pipeline)
     handoff_at = wishes.wanted_handoff(headers)
+    if handoff_at is not None and pipeline is not Pipeline.PDD:
+        raise invalid(f"x-pdd-handoff-at needs the pipeline pdd, not {pipeline}.", "x-pdd-handoff-at")
     limit = shape.limit(body)
     _require_known_ids(surface, body.stop_token_ids, "stop_token_ids")
     prompt = await surface.workers.run(lambda: shape.tokenize(body, surface.tokenizer))
@@ -100,7 +102,7 @@ def _max_tokens(surface: Surface, shape: Shape[BodyT], prompt_tokens: int, limit
         )
         raise invalid(message, shape.prompt_field, "context_length_exceeded")
     if limit is None:
-        return remaining if shape.default_max_tokens is None else min(shape.default_max_tokens, remaining)
+        return min(shape.default_max_tokens or surface.default_max_tokens, remaining)
     if limit.tokens > remaining:
         message = (
             f"This model's maximum context length is {window} tokens, but {prompt_tokens} tokens in "

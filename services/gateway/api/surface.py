@@ -13,7 +13,8 @@ from services.gateway.generation import Generator
 
 @dataclass(frozen=True)
 class Surface:
-    """The model as clients know it, who generates, and the limits. `max_model_len` is in tokens, prompt + output."""
+    """The model as clients know it, who generates, and the limits. `max_model_len` is in tokens, prompt + output;
+    `default_max_tokens` is for chats that name no limit."""
 
     generator: Generator
     tokenizer: Tokenizer
@@ -21,5 +22,6 @@ class Surface:
     metrics: Metrics
     model_name: str
     max_model_len: int
+    default_max_tokens: int
     default_pipeline: Pipeline
     max_body_bytes: int

@@ -124,3 +124,13 @@ def test_uniform_is_fixed_for_ever() -> None:
 
 def test_top2_margin() -> None:
     assert top2_margin(torch.tensor([1.0, 4.5, 4.0, -3.0])) == 0.5
+
+
+@pytest.mark.parametrize("temperature", [1e-308, 5e-324, 1e-30, 2.0])
+def test_any_temperature_draws_a_token_of_the_vocabulary(temperature: float) -> None:
+    logits = torch.randn(1, 50, generator=torch.Generator().manual_seed(3))
+    sampling = Sampling(temperature=temperature, top_p=0.5, seed=1)
+    drawn = [sample(logits, [sampling], [position])[0] for position in range(64)]
+    assert all(0 <= token < 50 for token in drawn)
+    if temperature < 1e-6:
+        assert set(drawn) == {int(logits.argmax())}

@@ -92,6 +92,7 @@ def serve(tokenizer: Tokenizer) -> Serve:
             model_name=MODEL,
             created=1_700_000_000,
             max_model_len=MAX_MODEL_LEN,
+            default_max_tokens=2048,
             default_pipeline=Pipeline.PDD,
             max_body_bytes=MAX_BODY_BYTES,
             mesh=lambda: {"instances": []},

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from pdd.mesh.messages import Replayed
-from pdd.types import EMPTY_OUTPUT_HASH, AttemptKey, TokenEvent, hash_output
+from pdd.types import EMPTY_OUTPUT_HASH, AttemptKey, FinishReason, TokenEvent, hash_output
 from services.gateway.assembler import Assembler
 
 KEY = AttemptKey("a" * 32, 1)
@@ -75,3 +75,13 @@ def test_a_new_attempt_continues_after_what_was_emitted() -> None:
     assembler.new_attempt()
     assert not assembler.has_gap
     assert assembler.accept(events_of([4, 5])[1]) == [5]
+
+
+def test_the_end_that_one_owner_announced_is_repaired_whatever_generation_another_reached() -> None:
+    """MainDecode took over and its answer was lost; RelayDecode went on as generation 1; MainDecode ended the answer."""
+    ids = [4, 5, 6]
+    assembler = Assembler(PROMPT_TOKENS)
+    assembler.accept(events_of(ids, generation=1)[0])
+    assembler.expect_end(PROMPT_TOKENS + 3)
+    replay = Replayed(0, PROMPT_TOKENS + 1, hash_output(EMPTY_OUTPUT_HASH, ids[:1]), [5, 6], FinishReason.STOP)
+    assert assembler.accept_replay(replay) == [5, 6]

@@ -218,16 +218,16 @@ async def test_error_event_names_the_request_and_ends_the_stream(serve: Serve) -
 
 @pytest.mark.parametrize("stream", [False, True])
 async def test_headers_tell_how_the_request_went(serve: Serve, stream: bool) -> None:
-    wishes = {"x-pdd-pipeline": "pd-wan", "x-pdd-handoff-at": "12", "x-request-id": "not one word"}
+    wishes = {"x-pdd-pipeline": "pdd", "x-pdd-handoff-at": "12", "x-request-id": "not one word"}
     async with serve(emit([40])) as server:
         response = await post(server, "/v1/completions", {**TEXT, "stream": stream}, wishes)
         request = server.generator.requests[0]
-    assert (request.pipeline, request.handoff_at) == (Pipeline.PD_WAN, 12)
+    assert (request.pipeline, request.handoff_at) == (Pipeline.PDD, 12)
     assert response.headers["x-request-id"] == request.request_id
     assert int(request.request_id, 16) < 2**128
     assert len(request.request_id) == 32
     expected = {
-        "x-pdd-pipeline": "pd-wan",
+        "x-pdd-pipeline": "pdd",
         "x-pdd-reason": "wan busy",
         "x-pdd-attempts": "1",
         "x-pdd-prefill": "a/0",
@@ -375,6 +375,7 @@ def test_no_middleware_reads_behind_our_back(tokenizer: Tokenizer) -> None:
         model_name=MODEL,
         created=0,
         max_model_len=16,
+        default_max_tokens=2048,
         default_pipeline=Pipeline.PDD,
         max_body_bytes=1,
         mesh=dict,
