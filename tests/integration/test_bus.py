@@ -124,6 +124,21 @@ async def test_nobody_there_is_known_at_once_and_a_frozen_one_at_the_deadline(
         assert cancelled.is_set()  # a frozen handler is given time to end, but does not outlive its bus
 
 
+async def test_a_cancel_is_never_lost_to_an_answer_that_comes_with_it(control_plane: ControlPlane, unique: str) -> None:
+    lost = answered = 0
+    async with two(control_plane.nats_a) as (server, caller):
+        subject = await serve(server, unique, echo)
+        for delay_us in range(0, 8000, 40):
+            asking = [asyncio.create_task(caller.request(subject, Lookup("", []), LookupReply)) for _ in range(10)]
+            await asyncio.sleep(delay_us / 1e6)
+            cancelled = [task for task in asking if task.cancel()]
+            await asyncio.wait(asking)
+            lost += sum(not task.cancelled() for task in cancelled)
+            answered += len(asking) - len(cancelled)
+    assert 100 < answered < 1900, "the delays did not spread over the round trip"
+    assert lost == 0
+
+
 @pytest.mark.parametrize("traced", [False, True], ids=["plain", "traced"])
 async def test_a_message_of_any_size_leaves_the_connection_alive(
     control_plane: ControlPlane, unique: str, traced: bool

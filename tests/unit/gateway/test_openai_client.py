@@ -135,7 +135,8 @@ async def test_errors_before_the_first_token_are_statuses(
             await openai_client.chat.completions.create(model=MODEL, messages=CHAT, stream=stream)
         assert server.generator.left.is_set()
     assert caught.value.code == code
-    assert str(error) in caught.value.body["message"]
+    inside = code in ("unreachable", "deadline")
+    assert (str(error) in caught.value.body["message"]) is not inside
     unavailable = caught.value.status_code == 503
     assert unavailable is (code != "too_large")
     assert (caught.value.response.headers.get("retry-after") is not None) is unavailable
@@ -161,7 +162,7 @@ async def test_error_in_a_stream_is_its_only_ending(serve: Serve, tokenizer: Tok
     script = fail(UnreachableError("main decode is gone"), after=ids)
     async with serve(script) as server, client(server.url) as openai_client:
         stream = await openai_client.chat.completions.create(model=MODEL, messages=CHAT, stream=True)
-        with pytest.raises(openai.APIError, match="main decode is gone"):
+        with pytest.raises(openai.APIError, match="cannot be reached"):
             await read(stream)
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == "one two three"
     assert all(chunk.choices[0].finish_reason is None for chunk in chunks)
