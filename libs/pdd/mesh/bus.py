@@ -8,8 +8,8 @@ whatever a handler raised by accident (nats.micro would send them its `repr`). I
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar
 
 import nats
@@ -88,7 +88,8 @@ class Bus:
         headers = _trace_headers()
         data = self._encode(subject, message, headers)
         try:
-            answer = await self._client.request(subject, data, timeout=timeout_s, headers=headers)
+            with _cancellation_kept():
+                answer = await self._client.request(subject, data, timeout=timeout_s, headers=headers)
         except NoRespondersError:
             raise UnreachableError(f"nobody serves {subject}") from None
         except TimeoutError:
@@ -230,6 +231,19 @@ async def connect(url: str, name: str) -> AsyncGenerator[Bus]:
         yield bus
     finally:
         await bus.close()
+
+
+@contextmanager
+def _cancellation_kept() -> Generator[None]:
+    """nats-py waits for answers with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes
+    together with the answer: whoever asks in a loop would then go on for ever."""
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError
 
 
 def _wire_bytes(headers: dict[str, str] | None) -> int:

@@ -77,8 +77,8 @@ def test_a_new_attempt_continues_after_what_was_emitted() -> None:
     assert assembler.accept(events_of([4, 5])[1]) == [5]
 
 
-def test_the_end_that_one_owner_announced_is_repaired_whatever_generation_another_reached() -> None:
-    """MainDecode took over and its answer was lost; RelayDecode went on as generation 1; MainDecode ended the answer."""
+def test_an_end_is_repaired_by_its_owner_whatever_generation_another_reached() -> None:
+    """MainDecode took over, its answer was lost, RelayDecode went on as generation 1; MainDecode ended the answer."""
     ids = [4, 5, 6]
     assembler = Assembler(PROMPT_TOKENS)
     assembler.accept(events_of(ids, generation=1)[0])
