@@ -128,14 +128,14 @@ async def test_a_cancel_is_never_lost_to_an_answer_that_comes_with_it(control_pl
     lost = answered = 0
     async with two(control_plane.nats_a) as (server, caller):
         subject = await serve(server, unique, echo)
-        for delay_us in range(0, 8000, 40):
+        for delay_us in range(0, 12_000, 60):
             asking = [asyncio.create_task(caller.request(subject, Lookup("", []), LookupReply)) for _ in range(10)]
             await asyncio.sleep(delay_us / 1e6)
             cancelled = [task for task in asking if task.cancel()]
             await asyncio.wait(asking)
             lost += sum(not task.cancelled() for task in cancelled)
             answered += len(asking) - len(cancelled)
-    assert 100 < answered < 1900, "the delays did not spread over the round trip"
+    assert 20 < answered < 1980, "the delays did not spread over the round trip"
     assert lost == 0
 
 
