@@ -22,7 +22,7 @@ async def serve(settings: CacheSettings, me: Peer, stop: asyncio.Event) -> None:
     timeout_s = settings.redis_timeout_ms / 1e3
     async with (
         open_redis(settings.redis_url, timeout_s) as redis,
-        connect(settings.nats_url, f"cache-{me.dc}-{me.instance}") as bus,
+        connect(settings.nats_url, f"cache-{me.dc}-{me.instance}", lost=stop) as bus,
     ):
         service = CacheService(bus, me, PrefixIndex(redis), Registry(time.monotonic), timeout_s=timeout_s)
         await service.start()

@@ -45,7 +45,7 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
         max_attempts=settings.max_attempts,
         relay_max_tokens=settings.relay_max_tokens,
     )
-    async with connect(settings.nats_url, f"gateway-{me.dc}-{me.instance}") as bus:
+    async with connect(settings.nats_url, f"gateway-{me.dc}-{me.instance}", lost=stop) as bus:
         prefixes = PrefixView(bus, me.dc, settings.cache_timeout_ms / 1e3)
         coordinator = Coordinator(
             me=me,

@@ -15,7 +15,7 @@ async def serve(settings: StageSettings, me: Peer, stop: asyncio.Event) -> None:
     loaded = runtime.load(settings)
     async with (
         runtime.open_receivers(settings, me, loaded) as (fabric, wan),
-        runtime.open_host(settings, me, loaded, "stream" if fabric.fences_itself else "nixl") as host,
+        runtime.open_host(settings, me, loaded, "stream" if fabric.fences_itself else "nixl", stop=stop) as host,
     ):
         service = MainDecodeService(host, fabric=fabric, wan=wan)
         await runtime.run_until(host, service.endpoints(), service.stage.on_step, stop=stop, fabric_lost=fabric.lost)

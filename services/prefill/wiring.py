@@ -26,7 +26,7 @@ async def serve(settings: StageSettings, me: Peer, stop: asyncio.Event) -> None:
     )
     async with _open_senders(settings, me, loaded) as senders:
         fabric = "stream" if senders.nixl is None else "nixl"
-        async with runtime.open_host(settings, me, loaded, fabric) as host:
+        async with runtime.open_host(settings, me, loaded, fabric, stop=stop) as host:
             service = PrefillService(host, senders, LineMeter(senders.stream, me.dc), prior)
             await runtime.run_until(host, service.endpoints(), service.on_step, stop=stop, fabric_lost=senders.lost)
 

@@ -321,3 +321,17 @@ async def test_a_service_that_left_is_never_replaced_by_the_other_datacenters(
         with pytest.raises(UnreachableError):
             await caller.request(in_a, Lookup("a", []), LookupReply, timeout_s=1)
         assert await caller.request(in_b, Lookup("on purpose", []), LookupReply) == echoed("b answers on purpose")
+
+
+async def test_a_connection_closed_for_good_ends_the_process(control_plane: ControlPlane) -> None:
+    """The server closes the connection of a client that talks nonsense, and nats-py then stays away."""
+    lost = asyncio.Event()
+
+    async def talk_nonsense() -> None:
+        async with connect(control_plane.nats_a, "nonsense", lost=lost) as bus:
+            bus._client._transport.write(b"NONSENSE\r\n")
+            async with asyncio.timeout(5):
+                await lost.wait()
+
+    with pytest.raises(UnreachableError, match="for good"):
+        await talk_nonsense()

@@ -193,11 +193,22 @@ class Bus:
 
 
 @asynccontextmanager
-async def connect(url: str, name: str) -> AsyncGenerator[Bus]:
+async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> AsyncGenerator[Bus]:
     """Connect to the NATS server at `url` and close on exit.
 
-    Reconnects for ever once connected. Raises `UnreachableError` if the first connection fails.
+    Reconnects for ever once connected. Raises `UnreachableError` if the first connection fails. A protocol error closes
+    a connection for good, without a reconnect: then `lost` is set, so that the process ends instead of going on deaf,
+    and leaving the context raises `UnreachableError`.
     """
+    leaving = closed_for_good = False
+
+    async def on_closed() -> None:
+        nonlocal closed_for_good
+        if not leaving:
+            closed_for_good = True
+            logger.error("nats_connection_lost", url=url)
+            if lost is not None:
+                lost.set()
 
     async def on_error(error: Exception) -> None:
         if isinstance(error, SlowConsumerError):
@@ -221,6 +232,7 @@ async def connect(url: str, name: str) -> AsyncGenerator[Bus]:
                 pending_size=_OUTBOUND_BYTES,
                 drain_timeout=int(_DRAIN_TIMEOUT_S),
                 error_cb=on_error,
+                closed_cb=on_closed,
                 disconnected_cb=on_disconnected,
                 reconnected_cb=on_reconnected,
             )
@@ -230,7 +242,10 @@ async def connect(url: str, name: str) -> AsyncGenerator[Bus]:
     try:
         yield bus
     finally:
+        leaving = True
         await bus.close()
+    if closed_for_good:
+        raise UnreachableError(f"the NATS server at {url} closed the connection for good")
 
 
 @contextmanager

@@ -38,9 +38,11 @@ def load(settings: StageSettings) -> LoadedEngine:
 
 
 @asynccontextmanager
-async def open_host(settings: StageSettings, me: Peer, loaded: LoadedEngine, fabric: str) -> AsyncGenerator[StageHost]:
-    """A host with its NATS connection and its engine thread, not yet started."""
-    async with connect(settings.nats_url, f"{me.role}-{me.dc}-{me.instance}") as bus:
+async def open_host(
+    settings: StageSettings, me: Peer, loaded: LoadedEngine, fabric: str, *, stop: asyncio.Event | None = None
+) -> AsyncGenerator[StageHost]:
+    """A host with its NATS connection and its engine thread, not yet started. A lost connection sets `stop`."""
+    async with connect(settings.nats_url, f"{me.role}-{me.dc}-{me.instance}", lost=stop) as bus:
         pace = Pace(settings.pace_step_ms / 1e3, settings.pace_token_us / 1e6)
         engine = EngineThread(loaded.engine, threads=settings.threads, pace=pace)
         host = StageHost(
