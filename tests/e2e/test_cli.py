@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import socket
@@ -35,19 +36,15 @@ def pdd(environment: dict[str, str], *arguments: str) -> subprocess.CompletedPro
 
 
 @pytest.fixture
-def children() -> Iterator[None]:
-    """Nothing that was started is left behind."""
-    before = {process.pid for process in psutil.process_iter()}
+def children(environment: dict[str, str]) -> Iterator[None]:
+    """Nothing that was started in this environment is left behind."""
     yield
-    left = [
-        process.info["cmdline"]
-        for process in psutil.process_iter(["cmdline"])
-        if process.pid not in before
-        and any(
-            part.startswith(("services.", "pdd.local")) or part.endswith("-server")
-            for part in process.info["cmdline"] or []
-        )
-    ]
+    home = environment["XDG_STATE_HOME"]
+    left: list[list[str]] = []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get("XDG_STATE_HOME") == home and process.status() != psutil.STATUS_ZOMBIE:
+                left.append(process.cmdline())
     assert not left
 
 
