@@ -63,6 +63,8 @@ class Bus:
         self._client = client
         self._tasks: set[asyncio.Task[None]] = set()
         self._services: list[Service] = []
+        self.closing = False
+        """Whether `close` was called: what ends from then on was meant to."""
 
     async def publish(self, subject: str, message: object) -> None:
         """Send `message` to whoever listens: at most once, nobody answers.
@@ -138,6 +140,7 @@ class Bus:
 
     async def close(self) -> None:
         """Stop serving, let running handlers end, drain and close."""
+        self.closing = True
         connected = self._client.is_connected
         if connected:
             for service in self._services:
@@ -200,11 +203,12 @@ async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> 
     a connection for good, without a reconnect: then `lost` is set, so that the process ends instead of going on deaf,
     and leaving the context raises `UnreachableError`.
     """
-    leaving = closed_for_good = False
+    bus: Bus | None = None
+    closed_for_good = False
 
     async def on_closed() -> None:
         nonlocal closed_for_good
-        if not leaving:
+        if bus is not None and not bus.closing:
             closed_for_good = True
             logger.error("nats_connection_lost", url=url)
             if lost is not None:
@@ -242,7 +246,6 @@ async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> 
     try:
         yield bus
     finally:
-        leaving = True
         await bus.close()
     if closed_for_good:
         raise UnreachableError(f"the NATS server at {url} closed the connection for good")
