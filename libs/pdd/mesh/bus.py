@@ -136,8 +136,8 @@ class Bus:
             await service.add_endpoint(
                 name=endpoint.verb, subject=endpoint.subject, handler=self._spawning_handler(endpoint)
             )
-        # nats-py writes a flush's PING ahead of what is still pending, so that the first one's answer says nothing of the
-        # subscriptions just made; by then they have been written, and the second one's does.
+        # nats-py writes a flush's PING ahead of what is still pending, so that the first one's answer says nothing of
+        # the subscriptions just made; by then they have been written, and the second one's does.
         for _ in range(2):
             await self._client.flush(timeout=int(_CONNECT_TIMEOUT_S))
 
