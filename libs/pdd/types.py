@@ -43,6 +43,21 @@ class FinishReason(StrEnum):
     LENGTH = "length"
 
 
+class KvEventKind(StrEnum):
+    """What happened to cached KV blocks of an instance.
+
+    `PINNED` blocks are stored and in use, so that they cannot be evicted; `IN_FLIGHT` ones are on their way to the
+    instance: something to wait for, never a hit.
+    """
+
+    STORED = "stored"
+    REMOVED = "removed"
+    PINNED = "pinned"
+    UNPINNED = "unpinned"
+    IN_FLIGHT = "in_flight"
+    CLEARED = "cleared"
+
+
 class Peer(msgspec.Struct, frozen=True):
     """A running process. `epoch` is new at each start, so that a message to a predecessor is refused."""
 

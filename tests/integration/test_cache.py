@@ -16,11 +16,11 @@ from redis.asyncio import Redis
 
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus, connect
-from pdd.mesh.messages import Hit, KvEvent, KvEventKind, Lookup, LookupReply
+from pdd.mesh.messages import Hit, KvEvent, Lookup, LookupReply
 from pdd.mesh.registry import Registry
 from pdd.prefix.hashing import block_hashes
 from pdd.prefix.index import PrefixIndex
-from pdd.types import Peer, Role
+from pdd.types import KvEventKind, Peer, Role
 from services.cache.service import CacheService
 from services.cache.wiring import open_redis
 from services.gateway.prefix_view import PrefixView

@@ -13,7 +13,7 @@ import msgspec
 
 from pdd.errors import RemoteError
 from pdd.kv import KvSpec, ModelIdentity, Ticket
-from pdd.types import AttemptKey, FinishReason, Path, Peer, Role, Sampling, StopRule, TokenEvent
+from pdd.types import AttemptKey, FinishReason, KvEventKind, Path, Peer, Role, Sampling, StopRule, TokenEvent
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
@@ -260,16 +260,8 @@ class LookupReply(Message, frozen=True):
     hits: list[Hit]
 
 
-class KvEventKind(StrEnum):
-    """What happened to blocks of an instance."""
-
-    STORED = "stored"
-    REMOVED = "removed"
-    CLEARED = "cleared"
-
-
 class KvEvent(Message, frozen=True):
-    """Blocks of one instance appeared or went. `seq` counts from 0 within an epoch."""
+    """Something happened to blocks of one instance. `seq` counts from 1 within an epoch, without holes."""
 
     peer: Peer
     seq: int

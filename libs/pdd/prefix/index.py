@@ -11,8 +11,8 @@ from collections.abc import Sequence
 
 from redis.asyncio import Redis
 
-from pdd.mesh.messages import Hit, KvEvent, KvEventKind
-from pdd.types import Peer, Role
+from pdd.mesh.messages import Hit, KvEvent
+from pdd.types import KvEventKind, Peer, Role
 
 _LOOKUP = """
 local counts = {}

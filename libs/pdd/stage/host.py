@@ -19,11 +19,11 @@ from pdd.engine.thread import EngineThread
 from pdd.errors import DeadlineError, PddError, UnreachableError
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
-from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, KvEvent, KvEventKind, Load, Ok, Phase, Progress
+from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, KvEvent, Load, Ok, Phase, Progress
 from pdd.mesh.registry import BEAT_INTERVAL_S, MISSED_BEATS, Registry
 from pdd.stage.output import TokenPublisher
 from pdd.tasks import Tasks
-from pdd.types import AttemptKey, FinishReason, Path, Peer, Role
+from pdd.types import AttemptKey, FinishReason, KvEventKind, Path, Peer, Role
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
