@@ -103,7 +103,7 @@ class Stage:
 
     def held(self) -> str:
         """What is not given back, in words; nothing if nothing is held."""
-        blocks, status = self.host.loaded.engine.blocks, self.host.engine.status()
+        blocks, status = self.host.loaded.engine.cache, self.host.engine.status()
         held = {
             "blocks": blocks.total_blocks - blocks.free_blocks,
             "running": status.running,
