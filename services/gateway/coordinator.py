@@ -96,6 +96,11 @@ class LiveRequest:
             if self._error is not None:
                 raise self._error
 
+    @property
+    def waiting(self) -> bool:
+        """Whether stages for the whole answer are still being looked for."""
+        return not self._attached
+
     async def drive(self) -> None:
         """Run attempts until the answer has ended or no further attempt is worth it."""
         limits = self._coordinator.limits
@@ -114,6 +119,7 @@ class LiveRequest:
             self._error = PddError(f"unexpected {type(error).__name__}")
         finally:
             self._timeline.ended()
+            self._coordinator.dropped_tokens += self._assembler.dropped
             self._readable.set()
 
     def heard(self, by: Peer, event: TokenEvent) -> None:
@@ -249,6 +255,8 @@ class Coordinator:
         self.tasks = Tasks()
         self.closing = Tasks()
         self.stale_messages = 0
+        self.dropped_tokens = 0
+        """Token events of live requests that were late, repeated or of another text, up to each request's end."""
         self._live: dict[AttemptKey, LiveRequest] = {}
 
     async def start(self) -> None:
@@ -279,6 +287,10 @@ class Coordinator:
         finally:
             driver.cancel()
             await asyncio.gather(driver, return_exceptions=True)
+
+    def live(self) -> list[LiveRequest]:
+        """Requests with an attempt right now."""
+        return list(self._live.values())
 
     def enter(self, key: AttemptKey, live: LiveRequest) -> None:
         """`key` is live from now on: stages hear so by the beat, events of it are taken."""
