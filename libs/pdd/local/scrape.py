@@ -24,11 +24,11 @@ class Samples:
             for sample in family.samples
         ]
 
-    def total(self, name: str, **labels: str) -> float:
+    def total(self, name: str, /, **labels: str) -> float:
         """Sum over all samples of `name` that have `labels`."""
         return sum(value for _, value in self._chosen(name, labels))
 
-    def by(self, name: str, label: str, **labels: str) -> dict[str, float]:
+    def by(self, name: str, label: str, /, **labels: str) -> dict[str, float]:
         """The same for each value of `label`."""
         sums: defaultdict[str, float] = defaultdict(float)
         for own, value in self._chosen(name, labels):
