@@ -14,8 +14,8 @@ from pdd.local.status import CacheStatus, GatewayStatus, MeshStatus
 _NOTHING = "-"
 _COLUMNS = ("running", "wait", "held", "batch", "pool", "cached", "hit", "tokens", "wan", "fabric", "goodput")
 _LEGEND = (
-    "held: reservations · batch: sequences per step · pool: blocks in use, cached: kept for later · hit: prompt tokens"
-    " found here · tokens: sampled"
+    "held: reservations; batch: sequences per step; pool: KV blocks in use; cached: kept for later",
+    "hit: prompt tokens whose KV was here; tokens: sampled here; wan, fabric: KV sent and received",
 )
 
 
@@ -25,6 +25,7 @@ def show(console: Console, status: MeshStatus) -> None:
 
 
 def _parts(status: MeshStatus) -> Iterable[RenderableType]:
+    yield Text(f"Mesh at {status.gateway.url}")
     table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1))
     for heading in ("dc", "role", "name"):
         table.add_column(heading, no_wrap=True)
@@ -33,7 +34,7 @@ def _parts(status: MeshStatus) -> Iterable[RenderableType]:
     for one in status.instances:
         table.add_row(*_cells(one))
     yield table
-    yield Text(_LEGEND, style="dim")
+    yield Text("\n".join(_LEGEND), style="dim")
     yield _facts(status)
 
 
@@ -68,7 +69,7 @@ def _facts(status: MeshStatus) -> Table:
 def _of_gateway(gateway: GatewayStatus) -> Iterable[tuple[str, str]]:
     yield (
         "gateway",
-        f"{gateway.url}: {gateway.in_flight} in flight, {gateway.waiting} waiting for room, {gateway.retries} retries,"
+        f"{gateway.in_flight} in flight, {gateway.waiting} waiting for room, {gateway.retries} retries,"
         f" {gateway.stale_messages} stale messages dropped",
     )
     for path, reasons in gateway.routes.items():

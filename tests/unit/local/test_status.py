@@ -67,20 +67,20 @@ def test_everything_fits_and_nothing_is_cut_off() -> None:
     shown = lines(instance("prefill"), BUSY)
     assert max(map(len, shown)) <= COLUMNS
     assert "…" not in "".join(shown)
-    assert shown[2].split() == [
+    assert shown[3].split() == [
         *("b", "main_decode", "0", "128/128", "1000", "100", "128.0", "75%", "25%", "100%", "12345678"),
         *("123", "GB", "1", "MB", "123", "MB/s"),
     ]
 
 
 def test_what_was_not_measured_is_not_zero() -> None:
-    idle = lines(instance("relay"))[1].split()
+    idle = lines(instance("relay"))[2].split()
     assert idle == ["a", "relay", "0", "0/4", "0", "0", "-", "0%", "0%", "-", "0", "-", "-", "-"]
 
 
 def test_gateway_and_cache_in_words() -> None:
     text = " ".join(" ".join(lines(BUSY)).split())
-    assert "http://127.0.0.1:8000: 12 in flight, 3 waiting for room, 1 retries, 2 stale messages dropped" in text
+    assert "gateway 12 in flight, 3 waiting for room, 1 retries, 2 stale messages dropped" in text
     assert "P->MD: 6 (wait_short 5, relay_full 1)" in text
     assert "prefill 50.0 %, main_decode 48.9 %, gap 1.1 points" in text
     assert "predicted 1.20 s, measured -" in text
@@ -91,8 +91,9 @@ def test_gateway_and_cache_in_words() -> None:
 
 def test_a_fresh_mesh() -> None:
     shown = lines(gateway=gateway_status("http://x", Samples("")), cache=CacheStatus(False, 0, {}, {}))
+    assert shown[0] == "Mesh at http://x"
     assert shown[-3:] == [
-        "gateway  http://x: 0 in flight, 0 waiting for room, 0 retries, 0 stale messages dropped",
+        "gateway  0 in flight, 0 waiting for room, 0 retries, 0 stale messages dropped",
         "cache    down",
         "metrics  http://x/metrics; on 127.0.0.1:",
     ]
