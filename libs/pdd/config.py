@@ -52,7 +52,18 @@ class LineSettings(BaseSettings):
     )
 
 
-class StageSettings(ProcessSettings, LineSettings):
+class MetricsSettings(BaseSettings):
+    """Where a process that is no web server shows its metrics; the gateway shows its own beside its API."""
+
+    model_config = SettingsConfigDict(env_prefix="PDD_", extra="ignore", frozen=True, env_ignore_empty=True)
+
+    metrics_host: str = Field("127.0.0.1", description="Address Prometheus' metrics are served on.")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="Port Prometheus' metrics are served on (`/metrics`); 0: any free one."
+    )
+
+
+class StageSettings(ProcessSettings, LineSettings, MetricsSettings):
     """Settings of the three stages: prefill, relay, main_decode."""
 
     model: Path = Field(Path(), description="GGUF file or Hugging Face directory of the model.")
@@ -131,7 +142,7 @@ class GatewaySettings(ProcessSettings, LineSettings):
     max_body_bytes: int = Field(8 << 20, gt=0, description="Largest request body accepted.")
 
 
-class CacheSettings(ProcessSettings):
+class CacheSettings(ProcessSettings, MetricsSettings):
     """Settings of the cache service (prefix index)."""
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey that holds the prefix index.")

@@ -112,6 +112,7 @@ class LiveRequest:
             self._error = PddError(f"unexpected {type(error).__name__}")
         finally:
             self._timeline.ended()
+            self._coordinator.dropped_tokens += self._assembler.dropped
             self._readable.set()
 
     def heard(self, by: Peer, event: TokenEvent) -> None:
@@ -305,6 +306,8 @@ class Coordinator:
         self.tasks = Tasks()
         self.closing = Tasks()
         self.stale_messages = 0
+        self.dropped_tokens = 0
+        """Token events of live requests that were late, repeated or of another text, up to each request's end."""
         self._live: dict[AttemptKey, LiveRequest] = {}
         self._lines: defaultdict[Pipeline, WaitingLine] = defaultdict(lambda: WaitingLine(limits.max_waiting, now))
 

@@ -84,6 +84,17 @@ class Report(msgspec.Struct):
     recomputed_prompt_tokens: int = 0
     total_ms: float | None = None
 
+    @property
+    def exposed_wait_ms(self) -> float | None:
+        """The exposed wait as it was: from the end of prefill until MainDecode had all KV, 0 if that came first.
+
+        The client feels it on the direct path; on the relayed one RelayDecode covers it. None if either did not
+        happen, or if a further attempt was needed, so that the two may belong to different ones.
+        """
+        if self.attempts != 1 or self.prefill_done_ms is None or self.kv_ready_ms is None:
+            return None
+        return max(0.0, self.kv_ready_ms - self.prefill_done_ms)
+
 
 class Generation(Protocol):
     """A running request. Iterating yields emissions until one carries `finish`.

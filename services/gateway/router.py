@@ -115,7 +115,7 @@ class Router:
             Candidate(
                 name=beat.peer.epoch,
                 seats_used=(beat.load.running + beat.load.reserved) / max(beat.load.seats, 1),
-                blocks_used=1 - beat.load.free_blocks / max(beat.load.total_blocks, 1),
+                blocks_used=1 - (beat.load.free_blocks + beat.load.evictable_blocks) / max(beat.load.total_blocks, 1),
                 waiting=beat.load.waiting,
                 committed=self._committed[beat.peer.epoch],
                 hit_tokens=hits.get((beat.peer.dc, beat.peer.role, beat.peer.instance), 0),

@@ -253,6 +253,7 @@ class PrefillService:
             self._drop_oldest_kept()
             return False
         attempt.hit_tokens = attempt.computed = len(hit) * self._cache.block_size
+        self._host.metrics.hit(attempt.target_tokens, attempt.hit_tokens)
         return True
 
     def _start(self, attempt: PrefillAttempt) -> None:
@@ -307,12 +308,15 @@ class PrefillService:
         attempt.tasks.append(self._host.tasks.spawn(work, f"deliver {attempt.key}"))
 
     async def _deliver(self, attempt: PrefillAttempt, ticket: Ticket, export: KvExport) -> None:
+        began = self._host.now()
         try:
             await export.wait_delivered()
         except PddError as error:
             if ticket.transfer_id not in self._stopped:
                 await self._fail(attempt, error)
             return
+        network = "fabric" if ticket.holder.dc == self._host.me.dc else "wan"
+        self._host.metrics.transfer(network, "sent", export.sent_bytes, self._host.now() - began)
         logger.info(
             "kv_transfer_completed",
             request_id=attempt.key.request_id,
@@ -391,8 +395,10 @@ class PrefillService:
             if not reply.accepted:
                 raise RemoteError("handoff_refused", f"{ticket.holder.role} refused the hand-over: {reply.reason}")
         except PddError as error:
+            self._host.metrics.handoff("failed", len(message.ids))
             await self._fail(attempt, error)
             return
+        self._host.metrics.handoff("accepted", len(message.ids))
         attempt.handed_over = True
         await self._free_if_done(attempt)
 

@@ -117,6 +117,7 @@ class RelayService:
                     await self._host.engine.call(lambda engine: engine.thaw(attempt.key))
                 self.stage.start_if_ready(attempt)
             case Release(handed_over):
+                self._host.metrics.handoff("accepted", handed_over)
                 self._host.progress(attempt.key, attempt.gateway, Phase.HANDED_OVER, tokens=attempt.sampled)
                 logger.info("handoff_completed", request_id=attempt.key.request_id, tokens=handed_over)
                 await self.stage.free_kv(attempt)
@@ -147,8 +148,11 @@ class RelayService:
             reply = await self._host.bus.request(subject, message, HandoffReply, timeout_s=_OFFER_TIMEOUT_S)
         except PddError as error:
             logger.warning("handoff_declined", request_id=attempt.key.request_id, error=str(error))
+            self._host.metrics.handoff("failed", len(offer.ids))
             actions = handoff.refused(offer.seq) if error.code in _NOT_TAKEN else handoff.silent(offer.seq)
         else:
+            if not reply.accepted:
+                self._host.metrics.handoff("refused", len(offer.ids))
             actions = handoff.accepted(offer.seq) if reply.accepted else handoff.refused(offer.seq)
         self._act(attempt, actions)
         self._give_up_if_stuck(attempt)
@@ -165,5 +169,7 @@ class RelayService:
                 await asyncio.sleep(_ASK_BACK_INTERVAL_S)
                 actions = handoff.silent(action.seq)
         else:
+            if answer.withdrawn:
+                self._host.metrics.handoff("withdrawn", 0)
             actions = handoff.withdraw_answered(action.seq, answer.withdrawn)
         self._act(attempt, actions)

@@ -160,6 +160,8 @@ async def open_stages(
     pool_tokens: int = 2048,
     seats: int = 16,
     max_attempts: int = 1,
+    prefix_cache: bool = True,
+    line_bytes_per_s: float = _LINE_BYTES_PER_S,
 ) -> AsyncGenerator[Stages]:
     """A mesh in which everybody has heard of everybody. P, RLD and MD differ in block size, as they may.
 
@@ -183,7 +185,7 @@ async def open_stages(
             kv_connections=2,
             lease_s=lease_s,
         )
-        return chosen, chosen.peer(role), runtime.load(chosen, prefix_cache=role is not Role.RELAY)
+        return chosen, chosen.peer(role), runtime.load(chosen, prefix_cache=prefix_cache and role is not Role.RELAY)
 
     async with AsyncExitStack() as stack:
         gateway_bus = BentBus(await stack.enter_async_context(connect(control_plane.nats_a, "gateway")))
@@ -192,7 +194,7 @@ async def open_stages(
             me=Peer("a", Role.GATEWAY, unique, secrets.token_hex(4)),
             bus=gateway_bus,
             registry=registry,
-            router=Router(registry, RoutingPolicy(_LINE_BYTES_PER_S, _LINE_DELAY_S, budget_s)),
+            router=Router(registry, RoutingPolicy(line_bytes_per_s, _LINE_DELAY_S, budget_s)),
             prefixes=PrefixView(gateway_bus, "a", 0.05),
             limits=Limits(
                 queue_timeout_s=10.0,
@@ -206,7 +208,7 @@ async def open_stages(
         )
         await gateway.start()
         stack.push_async_callback(gateway.close)
-        prior = LinePrior(_LINE_BYTES_PER_S, _LINE_DELAY_S, budget_s)
+        prior = LinePrior(line_bytes_per_s, _LINE_DELAY_S, budget_s)
         prefill = await _open_prefill(stack, *settings(Role.PREFILL, "a", 8), prior)
         relay = await _open_decode(stack, *settings(Role.RELAY, "a", 4), RelayService)
         main = await _open_decode(

@@ -215,29 +215,39 @@ class TokenBatch(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """How busy a stage is, and how fast."""
+    """How busy a stage is, and how fast.
+
+    Blocks are `free_blocks`, `evictable_blocks` (cached, not in use) or in use. Of `prompt_tokens_seen`, `hit_tokens`
+    had their KV here when they came. `batch_sequences` is the mean of the last steps; bytes are KV, sent and received.
+    """
 
     running: int
     waiting: int
     reserved: int
     seats: int
     free_blocks: int
+    evictable_blocks: int
     total_blocks: int
     steps: int
     prompt_tokens: int
     output_tokens: int
     recomputed_prompt_tokens: int
+    prompt_tokens_seen: int
+    hit_tokens: int
+    batch_sequences: float
     prefill_tokens_per_s: float
     itl_s: float
     wan_backlog_bytes: int
     wan_goodput_bytes_per_s: float | None
     wan_rtt_s: float | None
+    wan_bytes: int
+    fabric_bytes: int
     stale_messages: int
     pace_overruns: int
 
 
 class Beat(Message, frozen=True):
-    """Every second from each stage. Each reader expires it by its own clock."""
+    """Every second from each stage. Each reader expires it by its own clock. Metrics are at `metrics_port`."""
 
     peer: Peer
     pid: int
@@ -246,6 +256,7 @@ class Beat(Message, frozen=True):
     max_model_len: int
     step_tokens: int
     fabric: str
+    metrics_port: int
     load: Load
 
 

@@ -129,6 +129,7 @@ class DecodeStage:
             stream=OutputStream(message.key, len(message.prompt), message.outputs),
         )
         self.attempts.open(message.key, attempt)
+        self._host.metrics.hit(len(kv.tokens), kv.hit_tokens)
         self._host.watch(message.key, message.gateway)
         self._events.on_reserved(attempt)
         attempt.tasks.append(self._host.tasks.spawn(self._receive(attempt), f"receive {message.key}"))
@@ -140,8 +141,10 @@ class DecodeStage:
         before = attempt.receiver.owned
         reply = attempt.receiver.take(message)
         if not reply.accepted:
+            self._host.metrics.handoff("declined", len(message.ids))
             logger.warning("handoff_refused", request_id=message.key.request_id, reason=reply.reason)
         elif attempt.receiver.owned and not before:
+            self._host.metrics.handoff("taken_over", len(message.ids))
             attempt.stream.learn(attempt.receiver.ids)
             attempt.generation = attempt.receiver.generation
             self._report(attempt, Phase.HANDED_OVER)

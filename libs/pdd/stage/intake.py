@@ -149,7 +149,10 @@ class KvIntake:
 
     async def wait_ready(self, reservation: Reservation) -> None:
         """Wait for all KV, then for the blocks of the answer. Raises `TransferError` if the KV does not come."""
-        await reservation.incoming.wait_complete()
+        incoming = reservation.incoming
+        await incoming.wait_complete()
+        network = "fabric" if reservation.source.dc == self._host.me.dc else "wan"
+        self._host.metrics.transfer(network, "received", incoming.received_bytes, incoming.elapsed_s)
         self._pass_on(reservation)
         if reservation.namespace is not None:
             self._cache.publish(reservation.namespace, reservation.tokens, reservation.blocks)
