@@ -51,7 +51,7 @@ async def check(stages: Stages, oracle: Oracle, request: GenerationRequest) -> L
 async def test_the_second_turn_sends_only_what_main_decode_lacks(
     control_plane: ControlPlane, tiny_model: Path, oracle: Oracle
 ) -> None:
-    """MainDecode holds more than Prefill: the answer it gave itself. Prefill computes that again and sends none of it."""
+    """MainDecode holds more than Prefill: its own answer. Prefill computes that again and sends none of it."""
     async with open_stages(control_plane, tiny_model, budget_s=WAITS_NEVER_S) as stages:
         first = oracle.request(40, prompt_tokens=100)
         cold = (await check(stages, oracle, first)).report
