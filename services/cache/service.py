@@ -17,6 +17,7 @@ from pdd.mesh.messages import Beat, KvEvent, Lookup, LookupReply
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.prefix.index import PrefixIndex
 from pdd.tasks import Tasks
+from pdd.telemetry.tracing import Trace
 from pdd.types import Peer, Role
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -55,14 +56,19 @@ class CacheService:
 
     async def lookup(self, message: Lookup) -> LookupReply:
         """Leading blocks held per instance; nothing if the index is slow or down, or the instance no longer alive."""
+        trace = Trace.here()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                hits = await self._index.lookup(message.fingerprint, message.hashes)
+            with trace.during("lookup", blocks=len(message.hashes)):
+                async with asyncio.timeout(self._timeout_s):
+                    hits = await self._index.lookup(message.fingerprint, message.hashes)
+                live = {(beat.peer.dc, beat.peer.role, beat.peer.instance) for beat in self._registry.live()}
+                held = [hit for hit in hits if (hit.dc, hit.role, hit.instance) in live]
+                longest = max((hit.blocks for hit in held), default=0)
+                trace.end("lookup", hit_instances=len(held), hit_blocks=longest)
         except (TimeoutError, RedisError, OSError) as error:
             logger.warning("index_unavailable", error=str(error) or type(error).__name__)
             return LookupReply([])
-        live = {(beat.peer.dc, beat.peer.role, beat.peer.instance) for beat in self._registry.live()}
-        return LookupReply([hit for hit in hits if (hit.dc, hit.role, hit.instance) in live])
+        return LookupReply(held)
 
     def _hear_beat(self, beat: Beat) -> None:
         self._fingerprints[beat.peer] = beat.identity.fingerprint

@@ -19,6 +19,7 @@ from pdd.kv import Ticket
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
 from pdd.mesh.messages import Attach, Cancel, Ok, Phase, Progress, Reserve, Reserved, Submit, Submitted
+from pdd.telemetry.tracing import Trace
 from pdd.types import AttemptKey, Path, Peer, Pipeline, Role
 from services.gateway.generation import GenerationRequest, Report
 from services.gateway.prefix_view import HitTokens
@@ -71,7 +72,7 @@ class Stages:
 
 
 class Attempt:
-    """See the module. `deadline` (on `now`'s clock) ends the search for room."""
+    """See the module. `deadline` (on `now`'s clock) ends the search for room; `trace` is the attempt's."""
 
     def __init__(
         self,
@@ -86,6 +87,7 @@ class Attempt:
         relay_max_tokens: int,
         deadline: float,
         now: Callable[[], float],
+        trace: Trace,
     ) -> None:
         self.key = key
         self.stages = Stages()
@@ -99,6 +101,7 @@ class Attempt:
         self._relay_max_tokens = relay_max_tokens
         self._deadline = deadline
         self._now = now
+        self._trace = trace
 
     async def start(self, hits: HitTokens) -> None:
         """Submit, reserve, attach. Raises `CapacityError` when there was no room by the deadline."""
@@ -264,7 +267,8 @@ class Attempt:
             return []
 
     async def _ask(self, peer: Peer, verb: str, message: object, reply: type[Reply]) -> Reply:
-        return await self._bus.request(subjects.endpoint(peer, verb), message, reply)
+        with self._trace.during(verb, peer.epoch, role=peer.role, to=_name(peer)):
+            return await self._bus.request(subjects.endpoint(peer, verb), message, reply)
 
     async def _cancel(self, peer: Peer, reason: str) -> None:
         subject = subjects.endpoint(peer, "cancel")

@@ -12,6 +12,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 import structlog
+from opentelemetry.trace import Link
 
 from pdd.errors import (
     CapacityError,
@@ -25,9 +26,10 @@ from pdd.errors import (
 )
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus, Endpoint
-from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Progress, Replay, Replayed, TokenBatch
+from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Phase, Progress, Replay, Replayed, TokenBatch
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.tasks import Tasks
+from pdd.telemetry.tracing import Trace
 from pdd.types import AttemptKey, FinishReason, Peer, Role, TokenEvent
 from services.gateway.assembler import Assembler
 from services.gateway.attempt import Attempt
@@ -40,6 +42,9 @@ logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _HOPELESS = frozenset({TooLargeError.code, CapacityError.code, UnavailableError.code, "malformed"})
 """Errors that another attempt would only meet again."""
+
+_NOTED = frozenset({Phase.PREFILL_STARTED, Phase.PREFILL_DONE, Phase.KV_READY, Phase.HANDED_OVER})
+"""Reports that become events of the attempt's span, on this process' clock."""
 
 _REPLAY_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -77,6 +82,9 @@ class LiveRequest:
         self._last_sign = coordinator.now()
         self._owner: Peer | None = None
         self.attempt: Attempt | None = None
+        self._trace = Trace(request.context)
+        self._attempt_trace = self._trace
+        self._first_attempt: list[Link] = []
 
     @property
     def report(self) -> Report:
@@ -102,7 +110,7 @@ class LiveRequest:
         try:
             for number in range(1, limits.max_attempts + 1):
                 self.report.attempts = number
-                error = await self._run_attempt(AttemptKey(self._request.request_id, number))
+                error = await self._trace_attempt(AttemptKey(self._request.request_id, number))
                 if error is None:
                     return
                 logger.warning("attempt_lost", request_id=self._request.request_id, attempt=number, error=str(error))
@@ -133,7 +141,10 @@ class LiveRequest:
             return
         prefill = attempt.stages.prefill or progress.by  # Prefill reports before its answer to `submit` is here.
         self._timeline.progressed(progress, prefill)
-        self._coordinator.tasks.spawn(attempt.progressed(progress), f"progress {attempt.key}")
+        if progress.phase in _NOTED:
+            self._attempt_trace.note(progress.phase, by=progress.by.role)
+        with self._attempt_trace.active():
+            self._coordinator.tasks.spawn(attempt.progressed(progress), f"progress {attempt.key}")
 
     def finished(self, message: Finished) -> None:
         """Whoever ended the answer said so: nothing must be missing up to there."""
@@ -146,6 +157,34 @@ class LiveRequest:
         """The attempt cannot go on."""
         self._attempt_error = self._attempt_error or error
         self._changed.set()
+
+    async def _trace_attempt(self, key: AttemptKey) -> PddError | None:
+        """Run an attempt under a span of its own; all that it sends carries that. Later ones are linked to the first.
+
+        One is `cancelled` by its client's leaving, and by a stop string in its text.
+        """
+        report = self.report
+        trace = self._trace.child("attempt", *self._first_attempt, attempt=key.attempt, pipeline=report.pipeline)
+        self._attempt_trace = trace
+        self._first_attempt = self._first_attempt or trace.link()
+        ended_by: BaseException | None = None
+        try:
+            with trace.active():
+                ended_by = error = await self._run_attempt(key)
+            return error
+        except BaseException as unexpected:
+            ended_by = unexpected
+            raise
+        finally:
+            trace.close(
+                "finished" if ended_by is None else "failed",
+                ended_by,
+                path=report.path,
+                reason=report.reason,
+                prefill=report.prefill,
+                relay=report.relay,
+                main_decode=report.main_decode,
+            )
 
     async def _run_attempt(self, key: AttemptKey) -> PddError | None:
         """One attempt, torn down at its end. Returns why it did not end the answer, or None if it did."""
@@ -165,13 +204,14 @@ class LiveRequest:
             relay_max_tokens=coordinator.limits.relay_max_tokens,
             deadline=coordinator.now() + coordinator.limits.queue_timeout_s,
             now=coordinator.now,
+            trace=self._attempt_trace,
         )
         self.attempt = attempt
         coordinator.enter(key, self)
         try:
-            await attempt.start(
-                await coordinator.prefixes.hits(self._request.prompt, coordinator.router.prefill_beats())
-            )
+            with self._attempt_trace.during("prefix_lookup"), self._attempt_trace.active("prefix_lookup"):
+                hits = await coordinator.prefixes.hits(self._request.prompt, coordinator.router.prefill_beats())
+            await attempt.start(hits)
             self._attached = True
             self._readable.set()
             return await self._until_over(attempt)
@@ -218,6 +258,8 @@ class LiveRequest:
     def _emit(self, by: Peer, fresh: list[int]) -> None:
         """`fresh` tokens, sampled or repeated by `by`, are the client's now."""
         if fresh:
+            if self.report.ttft_ms is None:
+                self._attempt_trace.note("first_token", by=by.role)
             self._timeline.emitted(len(fresh), by.role)
             self._fresh.extend(fresh)
             self._finish = self._request.stop.check(self._assembler.emitted)

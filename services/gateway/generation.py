@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
+from opentelemetry.context import Context
 
 from pdd.types import FinishReason, Path, Pipeline, Sampling, StopRule
 
@@ -19,7 +20,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One sequence to generate.
 
     `handoff_at` is an experiment's wish: RelayDecode hands over when exactly so many output tokens exist (and
-    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived.
+    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived. Spans of
+    the work are children of the span in `context`.
     """
 
     request_id: str
@@ -29,6 +31,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     pipeline: Pipeline = Pipeline.PDD
     handoff_at: int | None = None
     waited_s: float = 0.0
+    context: Context = msgspec.field(default_factory=Context)
 
 
 class Emission(msgspec.Struct, frozen=True):

@@ -67,10 +67,7 @@ def ids() -> dict[str, str]:
     context = otel_context.get_current()
     if not context:
         return {}
-    found: dict[str, str] = {}
-    request_id = baggage.get_baggage(_REQUEST_ID, context)
-    if isinstance(request_id, str):
-        found["request_id"] = request_id
+    found = {key.removeprefix(_PREFIX): value for key, value in _request_id(context).items()}
     span = get_current_span(context).get_span_context()
     if span.is_valid:
         found["trace_id"] = f"{span.trace_id:032x}"
@@ -94,7 +91,9 @@ class Trace:
         self._own = own
         self._open: dict[tuple[str, str], Span] = {}
         self._tracer = _tracer if _tracer is not None and _has_span(context) else None
-        self._common: dict[str, Value] = dict(common or {}) if self._tracer is not None else {}
+        self._common: dict[str, Value] = {}
+        if self._tracer is not None:
+            self._common = {**_request_id(context), **(common or {})}
 
     @classmethod
     def root(
@@ -104,9 +103,8 @@ class Trace:
         context = baggage.set_baggage(_REQUEST_ID, request_id, context)
         if _tracer is None:
             return cls(context)
-        common: dict[str, Value] = {_REQUEST_ID: request_id}
-        span = _tracer.start_span(name, context, kind, {**attributes, **common})
-        return cls(set_span_in_context(span, context), span, common)
+        span = _tracer.start_span(name, context, kind, {**attributes, _REQUEST_ID: request_id})
+        return cls(set_span_in_context(span, context), span)
 
     @classmethod
     def here(cls, **common: Value | None) -> Trace:
@@ -232,6 +230,11 @@ def _has_span(context: Context) -> bool:
     return get_current_span(context).get_span_context().is_valid
 
 
+def _request_id(context: Context) -> dict[str, str]:
+    value = baggage.get_baggage(_REQUEST_ID, context)
+    return {_REQUEST_ID: value} if isinstance(value, str) else {}
+
+
 def _named(attributes: Mapping[str, Value | None]) -> dict[str, Value]:
     return {_PREFIX + name: value for name, value in attributes.items() if value is not None}
 
@@ -241,6 +244,7 @@ def _broken(span: Span, error: BaseException) -> None:
     if isinstance(error, asyncio.CancelledError | GeneratorExit):
         span.set_attribute("pdd.outcome", "cancelled")
         return
-    kind = error.code if isinstance(error, PddError) else type(error).__name__
+    code = getattr(error, "code", None)
+    kind = code if isinstance(code, str) else type(error).__name__
     span.set_attribute("error.type", kind)
     span.set_status(StatusCode.ERROR, str(error) if isinstance(error, PddError) else kind)
