@@ -6,7 +6,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from opentelemetry.sdk.trace import ReadableSpan, Span, SpanProcessor, TracerProvider
-from opentelemetry.sdk.trace.sampling import ALWAYS_ON, Sampler
+from opentelemetry.sdk.trace.sampling import DEFAULT_ON, Sampler
 
 from pdd.telemetry import tracing
 
@@ -48,7 +48,7 @@ def is_child(span: ReadableSpan, parent: ReadableSpan) -> bool:
 
 
 @contextmanager
-def recorded(sampler: Sampler = ALWAYS_ON) -> Generator[Recorder]:
+def recorded(sampler: Sampler = DEFAULT_ON) -> Generator[Recorder]:
     """Record what is traced inside the block."""
     recorder = Recorder()
     provider = TracerProvider(sampler=sampler, shutdown_on_exit=False)
