@@ -172,8 +172,10 @@ class LiveRequest:
             with trace.active():
                 ended_by = error = await self._run_attempt(key)
             return error
-        except BaseException as unexpected:
-            ended_by = unexpected
+        except BaseException as error:
+            # Whoever has got the last token does not wait for the driver, but cancels it.
+            complete = self._finish is not None and isinstance(error, asyncio.CancelledError)
+            ended_by = None if complete else error
             raise
         finally:
             trace.close(

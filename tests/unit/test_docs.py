@@ -80,3 +80,11 @@ def test_the_protocol_lists_every_field(struct: type[msgspec.Struct]) -> None:
         rf"^\| `{struct.__name__}` \|(?:.*\|)? ?(.*?) ?\|$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE
     )
     assert list(struct.__struct_fields__) in [re.findall(r"`(\w+)`", row) for row in rows]
+
+
+def test_every_span_is_listed() -> None:
+    code = "".join(path.read_text() for folder in ("libs", "services") for path in (ROOT / folder).rglob("*.py"))
+    begun = set(re.findall(r"\.(?:begin|during|child)\(\s*\"(\w+)\"", code))
+    listed = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs" / "telemetry.md").read_text(), re.MULTILINE)
+    assert begun
+    assert begun <= {name for row in listed for name in re.findall(r"`(\w+)`", row)}

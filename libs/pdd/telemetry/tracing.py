@@ -11,6 +11,7 @@ Recording begins with `recording`, for a process in `pdd.telemetry.export`; with
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Generator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from types import TracebackType
@@ -73,6 +74,11 @@ def ids() -> dict[str, str]:
         found["trace_id"] = f"{span.trace_id:032x}"
         found["span_id"] = f"{span.span_id:016x}"
     return found
+
+
+def outside() -> _Active:
+    """Make nothing current for a `with` block: what is begun inside, in the course of one request, serves them all."""
+    return _Active(Context())
 
 
 class Trace:
@@ -140,19 +146,21 @@ class Trace:
         span = self._open.get((name, of)) if name else None
         return _Active(self.context if span is None else set_span_in_context(span, self.context))
 
-    def begin(self, name: str, of: str = "", /, **attributes: Value | None) -> None:
-        """A phase begins; nothing happens if it is running."""
+    def begin(self, name: str, of: str = "", /, *, ago_s: float = 0.0, **attributes: Value | None) -> None:
+        """A phase begins, or began `ago_s` before; nothing happens if it is running."""
         if self._tracer is None or (name, of) in self._open:
             return
         together = self._common | _named(attributes)
-        self._open[name, of] = self._tracer.start_span(name, self.context, attributes=together)
+        self._open[name, of] = self._tracer.start_span(
+            name, self.context, attributes=together, start_time=_before(ago_s)
+        )
 
-    def end(self, name: str, of: str = "", /, **attributes: Value | None) -> None:
-        """A phase has come to its end, if it is running."""
+    def end(self, name: str, of: str = "", /, *, ago_s: float = 0.0, **attributes: Value | None) -> None:
+        """A phase has come to its end, now or `ago_s` before, if it is running."""
         span = self._open.pop((name, of), None)
         if span is not None:
             span.set_attributes(_named(attributes))
-            span.end()
+            span.end(_before(ago_s))
 
     def fail(self, name: str, error: BaseException, of: str = "", /) -> None:
         """A phase was ended by `error`, if it is running; a cancellation is no failure."""
@@ -237,6 +245,11 @@ def _request_id(context: Context) -> dict[str, str]:
 
 def _named(attributes: Mapping[str, Value | None]) -> dict[str, Value]:
     return {_PREFIX + name: value for name, value in attributes.items() if value is not None}
+
+
+def _before(ago_s: float) -> int | None:
+    """Unix ns; None is now."""
+    return time.time_ns() - round(ago_s * 1e9) if ago_s else None
 
 
 def _broken(span: Span, error: BaseException) -> None:

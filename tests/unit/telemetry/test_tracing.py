@@ -165,6 +165,29 @@ def test_a_message_that_serves_no_request_adds_nothing(recorder: Recorder) -> No
     assert recorder.begun == 0
 
 
+def test_a_phase_may_have_begun_and_ended_before(recorder: Recorder) -> None:
+    """What an engine's step tells is told at its end."""
+    trace = root()
+    trace.begin("queue")
+    trace.end("queue", ago_s=0.25)
+    trace.begin("prefill", ago_s=0.25, tokens=3)
+    trace.end("prefill")
+    trace.close()
+    queue, prefill = recorder.one("queue"), recorder.one("prefill")
+    assert abs(queue.end_time - prefill.start_time) < 50e6
+    assert 0.25e9 <= prefill.end_time - prefill.start_time < 0.5e9
+    assert dict(prefill.attributes) == {"pdd.request_id": REQUEST_ID, "pdd.tokens": 3}
+
+
+def test_what_outlives_a_request_is_begun_outside(recorder: Recorder) -> None:
+    trace = root()
+    with trace.active():
+        with tracing.outside():
+            assert not tracing.ids()
+        assert tracing.ids()["request_id"] == REQUEST_ID
+    trace.close()
+
+
 def test_an_unsampled_trace_shows_no_id() -> None:
     with recorded(ALWAYS_OFF) as recorder:
         trace = root()
