@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import secrets
+import sys
 import time
 from collections.abc import AsyncGenerator, Generator
 from contextlib import asynccontextmanager
@@ -14,12 +16,14 @@ from typing import Any
 import httpx
 import pytest
 import structlog
+from opentelemetry import context as otel_context
 from opentelemetry.trace import StatusCode
 from prometheus_client import CollectorRegistry
 
-from pdd.errors import CapacityError
+from pdd.errors import CapacityError, UnreachableError
+from pdd.mesh import subjects
 from pdd.mesh.bus import Endpoint, connect
-from pdd.mesh.messages import Ok
+from pdd.mesh.messages import Lookup, LookupReply, Ok
 from pdd.mesh.registry import Registry
 from pdd.model.source import ensure_default_model
 from pdd.model.tokenizer import Tokenizer, load_tokenizer
@@ -32,6 +36,7 @@ from services.cache.wiring import open_redis
 from services.gateway.api.app import create_app
 from tests.integration.conftest import ControlPlane
 from tests.integration.stages import Stages, open_stages
+from tests.otlp import collector
 from tests.spans import Recorder, is_child, recorded
 
 MODEL = "tiny"
@@ -250,3 +255,44 @@ async def test_context_arrives_in_handlers_and_their_tasks(
         },
         {},
     ]
+
+
+async def test_a_process_sends_its_spans_to_the_collector(control_plane: ControlPlane, unique: str) -> None:
+    """A real one, ended by a signal before its next export is due: its last spans arrive all the same."""
+    with collector() as kept:
+        environment = os.environ | {
+            "PDD_DC": unique,
+            "PDD_NATS_URL": control_plane.nats_a,
+            "PDD_REDIS_URL": f"redis://127.0.0.1:{control_plane.valkey}/0",
+            "PDD_REDIS_TIMEOUT_MS": "1000",
+            "OTEL_EXPORTER_OTLP_ENDPOINT": kept.endpoint,
+            "OTEL_BSP_SCHEDULE_DELAY": "60000",
+        }
+        cache = await asyncio.create_subprocess_exec(
+            sys.executable, "-m", "services.cache", env=environment, stdout=asyncio.subprocess.PIPE
+        )
+        try:
+            async with asyncio.timeout(20), connect(control_plane.nats_a, "test") as bus:
+                token = otel_context.attach(tracing.from_client(CLIENT))
+                while True:
+                    try:
+                        await bus.request(subjects.cache_lookup(unique), Lookup("f", [bytes(16)]), LookupReply)
+                        break
+                    except UnreachableError:
+                        await asyncio.sleep(0.1)
+                otel_context.detach(token)
+            assert not kept.spans
+        finally:
+            cache.terminate()
+            told, _ = await asyncio.wait_for(cache.communicate(), 20)
+        assert cache.returncode == 0
+    (lookup,) = kept.spans
+    assert (lookup.name, lookup.resource["service.name"]) == ("lookup", "pdd-cache")
+    assert f"00-{lookup.trace_id}-{lookup.parent_id}-01" == CLIENT["traceparent"]
+    assert (lookup.attributes, lookup.failed) == (
+        {"pdd.blocks": 1, "pdd.hit_instances": 0, "pdd.hit_blocks": 0},
+        False,
+    )
+    events = [json.loads(line) for line in told.splitlines()]
+    assert (events[0]["event"], events[-1]["event"]) == ("process_started", "process_stopped")
+    assert {event["dc"] for event in events} == {unique}

@@ -148,12 +148,7 @@ class Trace:
 
     def begin(self, name: str, of: str = "", /, *, ago_s: float = 0.0, **attributes: Value | None) -> None:
         """A phase begins, or began `ago_s` before; nothing happens if it is running."""
-        if self._tracer is None or (name, of) in self._open:
-            return
-        together = self._common | _named(attributes)
-        self._open[name, of] = self._tracer.start_span(
-            name, self.context, attributes=together, start_time=_before(ago_s)
-        )
+        self._begin((name, of), attributes, _before(ago_s))
 
     def end(self, name: str, of: str = "", /, *, ago_s: float = 0.0, **attributes: Value | None) -> None:
         """A phase has come to its end, now or `ago_s` before, if it is running."""
@@ -178,7 +173,7 @@ class Trace:
     @contextmanager
     def during(self, name: str, of: str = "", /, **attributes: Value | None) -> Generator[None]:
         """A phase that lasts as long as a `with` block, in straight-line code."""
-        self.begin(name, of, **attributes)
+        self._begin((name, of), attributes, None)
         try:
             yield
         except BaseException as error:
@@ -215,6 +210,12 @@ class Trace:
             if error is not None:
                 _broken(span, error)
             span.end()
+
+    def _begin(self, phase: tuple[str, str], attributes: Mapping[str, Value | None], started_ns: int | None) -> None:
+        if self._tracer is None or phase in self._open:
+            return
+        together = self._common | _named(attributes)
+        self._open[phase] = self._tracer.start_span(phase[0], self.context, attributes=together, start_time=started_ns)
 
 
 class _Active:
