@@ -72,7 +72,7 @@ class Stages:
 
 
 class Attempt:
-    """See the module. `deadline` (on `now`'s clock) ends the search for room; `trace` is the attempt's."""
+    """See the module. `deadline` (on `now`'s clock) ends the search for room."""
 
     def __init__(
         self,
@@ -87,10 +87,10 @@ class Attempt:
         relay_max_tokens: int,
         deadline: float,
         now: Callable[[], float],
-        trace: Trace,
     ) -> None:
         self.key = key
         self.stages = Stages()
+        self._trace = Trace.here()
         self._asked: list[Peer] = []
         self._me = me
         self._request = request
@@ -101,7 +101,6 @@ class Attempt:
         self._relay_max_tokens = relay_max_tokens
         self._deadline = deadline
         self._now = now
-        self._trace = trace
 
     async def start(self, hits: HitTokens) -> None:
         """Submit, reserve, attach. Raises `CapacityError` when there was no room by the deadline."""

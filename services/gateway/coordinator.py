@@ -7,9 +7,10 @@ attempt starts from prompt + emitted IDs, so the client sees a pause, never a ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 from opentelemetry.trace import Link
@@ -71,6 +72,9 @@ class LiveRequest:
             Report(request_id=request.request_id, pipeline=request.pipeline), coordinator.now, request.waited_s
         )
         self._assembler = Assembler(len(request.prompt))
+        self._trace = Trace(request.context)
+        self._attempt_trace = self._trace
+        self._first_attempt: list[Link] = []
         self._fresh: list[int] = []
         self._finish: FinishReason | None = None
         self._error: PddError | None = None
@@ -82,9 +86,6 @@ class LiveRequest:
         self._last_sign = coordinator.now()
         self._owner: Peer | None = None
         self.attempt: Attempt | None = None
-        self._trace = Trace(request.context)
-        self._attempt_trace = self._trace
-        self._first_attempt: list[Link] = []
 
     @property
     def report(self) -> Report:
@@ -110,7 +111,7 @@ class LiveRequest:
         try:
             for number in range(1, limits.max_attempts + 1):
                 self.report.attempts = number
-                error = await self._trace_attempt(AttemptKey(self._request.request_id, number))
+                error = await self._traced(self._run_attempt(AttemptKey(self._request.request_id, number)))
                 if error is None:
                     return
                 logger.warning("attempt_lost", request_id=self._request.request_id, attempt=number, error=str(error))
@@ -158,36 +159,6 @@ class LiveRequest:
         self._attempt_error = self._attempt_error or error
         self._changed.set()
 
-    async def _trace_attempt(self, key: AttemptKey) -> PddError | None:
-        """Run an attempt under a span of its own; all that it sends carries that. Later ones are linked to the first.
-
-        One is `cancelled` by its client's leaving, and by a stop string in its text.
-        """
-        report = self.report
-        trace = self._trace.child("attempt", *self._first_attempt, attempt=key.attempt, pipeline=report.pipeline)
-        self._attempt_trace = trace
-        self._first_attempt = self._first_attempt or trace.link()
-        ended_by: BaseException | None = None
-        try:
-            with trace.active():
-                ended_by = error = await self._run_attempt(key)
-            return error
-        except BaseException as error:
-            # Whoever has got the last token does not wait for the driver, but cancels it.
-            complete = self._finish is not None and isinstance(error, asyncio.CancelledError)
-            ended_by = None if complete else error
-            raise
-        finally:
-            trace.close(
-                "finished" if ended_by is None else "failed",
-                ended_by,
-                path=report.path,
-                reason=report.reason,
-                prefill=report.prefill,
-                relay=report.relay,
-                main_decode=report.main_decode,
-            )
-
     async def _run_attempt(self, key: AttemptKey) -> PddError | None:
         """One attempt, torn down at its end. Returns why it did not end the answer, or None if it did."""
         coordinator = self._coordinator
@@ -206,14 +177,13 @@ class LiveRequest:
             relay_max_tokens=coordinator.limits.relay_max_tokens,
             deadline=coordinator.now() + coordinator.limits.queue_timeout_s,
             now=coordinator.now,
-            trace=self._attempt_trace,
         )
         self.attempt = attempt
         coordinator.enter(key, self)
         try:
-            with self._attempt_trace.during("prefix_lookup"), self._attempt_trace.active("prefix_lookup"):
-                hits = await coordinator.prefixes.hits(self._request.prompt, coordinator.router.prefill_beats())
-            await attempt.start(hits)
+            await attempt.start(
+                await coordinator.prefixes.hits(self._request.prompt, coordinator.router.prefill_beats())
+            )
             self._attached = True
             self._readable.set()
             return await self._until_over(attempt)
@@ -267,6 +237,36 @@ class LiveRequest:
             self._finish = self._request.stop.check(self._assembler.emitted)
             self._readable.set()
         self._changed.set()
+
+    async def _traced(self, attempt: Coroutine[Any, Any, PddError | None]) -> PddError | None:
+        """Run an attempt under a span of its own; all that it sends carries that. Later ones are linked to the first.
+
+        One is `cancelled` by its client's leaving, and by a stop string in its text.
+        """
+        report = self.report
+        trace = self._trace.child("attempt", *self._first_attempt, attempt=report.attempts, pipeline=report.pipeline)
+        self._attempt_trace = trace
+        self._first_attempt = self._first_attempt or trace.link()
+        ended_by: BaseException | None = None
+        try:
+            with trace.active():
+                ended_by = await attempt
+            return ended_by
+        except BaseException as error:
+            # Whoever has got the last token does not wait for the driver, but cancels it.
+            complete = self._finish is not None and isinstance(error, asyncio.CancelledError)
+            ended_by = None if complete else error
+            raise
+        finally:
+            trace.close(
+                "finished" if ended_by is None else "failed",
+                ended_by,
+                path=report.path,
+                reason=report.reason,
+                prefill=report.prefill,
+                relay=report.relay,
+                main_decode=report.main_decode,
+            )
 
 
 class Coordinator:

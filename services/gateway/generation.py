@@ -20,8 +20,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One sequence to generate.
 
     `handoff_at` is an experiment's wish: RelayDecode hands over when exactly so many output tokens exist (and
-    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived. Spans of
-    the work are children of the span in `context`.
+    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived.
     """
 
     request_id: str
@@ -29,9 +28,10 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sampling: Sampling
     stop: StopRule
     pipeline: Pipeline = Pipeline.PDD
+    context: Context = msgspec.field(default_factory=Context)
+    """Spans of the work are children of the span in it."""
     handoff_at: int | None = None
     waited_s: float = 0.0
-    context: Context = msgspec.field(default_factory=Context)
 
 
 class Emission(msgspec.Struct, frozen=True):

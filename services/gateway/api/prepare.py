@@ -51,12 +51,12 @@ async def prepare(
     _require_known_ids(surface, prompt, shape.prompt_field)
     request = GenerationRequest(
         request_id=request_id,
+        context=trace.context,
         prompt=prompt,
         sampling=_sampling(body),
         stop=StopRule(max_tokens=_max_tokens(surface, shape, len(prompt), limit), stop_token_ids=_stops(surface, body)),
         pipeline=pipeline,
         handoff_at=handoff_at,
-        context=trace.context,
     )
     return Call(
         request=request,
