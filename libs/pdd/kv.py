@@ -71,6 +71,14 @@ class ModelIdentity(msgspec.Struct, frozen=True):
         return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
 
 
+class KvNamespace(msgspec.Struct, frozen=True):
+    """Who may share KV blocks of equal tokens: `salt` keeps tenants apart, `fidelity` is the coarsest type that the
+    bytes went through (`exact`: as computed)."""
+
+    salt: str = ""
+    fidelity: str = "exact"
+
+
 class StreamEndpoint(msgspec.Struct, frozen=True, tag="stream"):
     """KV is accepted by the project's own TCP stream at this address."""
 
@@ -96,13 +104,15 @@ Endpoint = StreamEndpoint | NixlEndpoint
 class Ticket(msgspec.Struct, frozen=True):
     """Room that `holder` keeps for KV of tokens `[first_token, end_token)`, and where to send it.
 
-    `first_token` is the receiver's exact hit length (block aligned). `transfer_id` (32 hex digits) is fresh for every
-    ticket: bytes that arrive under any other ID are refused.
+    `first_token` is the receiver's exact hit length (block aligned). Tokens up to `in_flight_end` are on their way to
+    it under another ticket, into the same blocks: they are sent under this one only if the holder asks for them.
+    `transfer_id` (32 hex digits) is fresh for every ticket: bytes that arrive under any other ID are refused.
     """
 
     transfer_id: str
     holder: Peer
     first_token: int
+    in_flight_end: int
     end_token: int
     spec: KvSpec
     endpoint: Endpoint

@@ -20,7 +20,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One sequence to generate.
 
     `handoff_at` is an experiment's wish: RelayDecode hands over when exactly so many output tokens exist (and
-    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived.
+    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived. Only
+    requests of one `salt` share cached KV.
     """
 
     request_id: str
@@ -32,6 +33,7 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """Spans of the work are children of the span in it."""
     handoff_at: int | None = None
     waited_s: float = 0.0
+    salt: str = ""
 
 
 class Emission(msgspec.Struct, frozen=True):
@@ -73,6 +75,10 @@ class Report(msgspec.Struct):
     largest_gap_ms: float | None = None
     largest_gap_at: int | None = None
     """The output token (from 1) that ended the largest gap."""
+    prefill_hit_tokens: int = 0
+    """Leading prompt tokens that Prefill had cached when it first began; what it finds later may be this request's."""
+    main_hit_tokens: int = 0
+    """Leading prompt tokens that MainDecode had cached, in the newest attempt."""
     prefill_tokens: int = 0
     relay_tokens: int = 0
     main_decode_tokens: int = 0

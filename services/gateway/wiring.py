@@ -40,6 +40,7 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
     )
     limits = Limits(
         queue_timeout_s=settings.queue_timeout_s,
+        max_waiting=settings.max_waiting,
         stall_timeout_s=settings.stall_timeout_s,
         replay_after_s=max(4 * settings.line_delay_ms / 1e3, 0.1),
         max_attempts=settings.max_attempts,

@@ -36,7 +36,7 @@ class RelayService:
 
     def __init__(self, host: StageHost, *, fabric: KvReceiver, wan: KvReceiver) -> None:
         self._host = host
-        self.stage = DecodeStage(host, self, fabric=fabric, wan=wan)
+        self.stage = DecodeStage(host, self, fabric=fabric, wan=wan, caches=False)
         self._handoffs: dict[AttemptKey, HandoffSender] = {}
         host.registry.on_gone = self.main_gone
 
@@ -139,7 +139,7 @@ class RelayService:
             first_position=len(prompt),
             ids=list(offer.ids),
             final=True,
-            covered_tokens=attempt.kv.ticket.end_token,
+            covered_tokens=len(attempt.kv.tokens),
             prompt_hash=hash_prompt(prompt),
         )
         subject = subjects.endpoint(offer.main, "handoff")

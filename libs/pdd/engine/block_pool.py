@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 
 from pdd.engine.kv_pool import NULL_BLOCK
 from pdd.errors import CapacityError
@@ -17,13 +17,12 @@ from pdd.errors import CapacityError
 class BlockPool:
     """Blocks `1 .. num_blocks - 1` of a `KvPool`. At any time `free + referenced == total_blocks`.
 
-    Whoever allocates a block holds one reference to it and gives it back with `decref`, once.
+    Whoever allocates a block holds one reference to it and gives it back with `decref`, once. `RadixCache` is the only
+    one to call it in a stage: it evicts what it holds when blocks run out.
     """
 
     def __init__(self, num_blocks: int) -> None:
         """`num_blocks` counts the null block, which is never handed out."""
-        self.on_free: Callable[[], None] = lambda: None
-        """Called, outside the lock and on the caller's thread, after each `decref`."""
         self._lock = threading.Lock()
         self._free = deque(range(NULL_BLOCK + 1, num_blocks))
         self._references = [0] * num_blocks
@@ -72,7 +71,10 @@ class BlockPool:
                 self._references[block] -= 1
                 if self._references[block] == 0:
                     self._free.append(block)
-        self.on_free()
+
+    def references(self, block: int) -> int:
+        """How many references there are to a block; 0: it is free."""
+        return self._references[block]
 
     def _require(self, blocks: Iterable[int], references: int) -> None:
         for block in blocks:

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from pdd.attention.interface import AttentionBackend, AttentionBatch, SequenceSlice
-from pdd.engine.block_pool import BlockPool
+from pdd.engine.radix import RadixCache
 from pdd.engine.sampler import sample
 from pdd.engine.scheduler import Chunk, Pending, StepPlan, schedule
 from pdd.engine.sequence import RunningSequence, SequenceSpec
@@ -53,7 +53,8 @@ class EngineStatus:
     """Counts, now and since the start.
 
     `running` sequences have something to compute; those that are frozen, finished or at their limit are not counted,
-    nor do they take one of the `seats`. `waiting` ones are not admitted yet. `prompt_tokens_computed` are prompt
+    nor do they take one of the `seats`. `waiting` ones are not admitted yet. `free_blocks` hold nothing,
+    `evictable_blocks` are cached and not in use. `prompt_tokens_computed` are prompt
     positions that went through a forward pass: where KV arrives from elsewhere it stays 0. `last_step` is the
     newest step's result, None before the first.
     """
@@ -63,6 +64,7 @@ class EngineStatus:
     seats: int
     step_tokens: int
     free_blocks: int
+    evictable_blocks: int
     total_blocks: int
     steps: int
     prompt_tokens_computed: int
@@ -71,25 +73,24 @@ class EngineStatus:
 
 
 class Engine:
-    """See the module. `blocks` may be used from any thread, everything else from one."""
+    """See the module. `cache` may be used from any thread, everything else from one."""
 
     def __init__(
         self,
         model: Llama,
         attention: AttentionBackend,
-        blocks: BlockPool,
+        cache: RadixCache,
         *,
-        block_size: int,
         step_tokens: int,
         seats: int,
         max_model_len: int,
     ) -> None:
         """`step_tokens` is the token budget of a step, `seats` how many sequences run at once, `max_model_len` the
         longest prompt + output."""
-        self.blocks = blocks
+        self.cache = cache
         self._model = model
         self._attention = attention
-        self._block_size = block_size
+        self._block_size = cache.block_size
         self._step_tokens = step_tokens
         self._seats = seats
         self._max_model_len = max_model_len
@@ -112,9 +113,10 @@ class Engine:
             sequence = RunningSequence(spec)
             self._require_fit(sequence.final_len)
         except (ValueError, TooLargeError):
-            self.blocks.decref(spec.blocks)
+            self.cache.release(spec.blocks)
             raise
         self._waiting[spec.key] = sequence
+        self._publish(sequence)
 
     def append(self, key: AttemptKey, ids: list[int]) -> None:
         """Take in output IDs that were produced elsewhere; the engine extends over them.
@@ -160,10 +162,17 @@ class Engine:
         return self._get(key).outputs
 
     def release(self, key: AttemptKey) -> None:
-        """Forget a sequence and give up its references to blocks. Unknown keys are ignored: it is gone already."""
+        """Forget a sequence and give up its references to blocks; what it has computed may stay cached.
+
+        Unknown keys are ignored: it is gone already.
+        """
         sequence = self._waiting.pop(key, None) or self._admitted.pop(key, None)
-        if sequence is not None:
-            self.blocks.decref(sequence.blocks)
+        if sequence is None:
+            return
+        if sequence.namespace is None:
+            self.cache.release(sequence.blocks)
+        else:
+            self.cache.retire(sequence.namespace, sequence.tokens[: sequence.num_computed], sequence.blocks)
 
     def has_work(self) -> bool:
         """Whether a step would compute anything."""
@@ -193,8 +202,9 @@ class Engine:
             waiting=len(self._waiting),
             seats=self._seats,
             step_tokens=self._step_tokens,
-            free_blocks=self.blocks.free_blocks,
-            total_blocks=self.blocks.total_blocks,
+            free_blocks=self.cache.free_blocks,
+            evictable_blocks=self.cache.evictable_blocks,
+            total_blocks=self.cache.total_blocks,
             steps=self._steps,
             prompt_tokens_computed=self._prompt_tokens_computed,
             output_tokens=self._output_tokens,
@@ -211,7 +221,7 @@ class Engine:
             ],
             step_tokens=self._step_tokens,
             seats=self._seats,
-            free_blocks=self.blocks.free_blocks,
+            free_blocks=self.cache.available_blocks,
         )
 
     def _plan_and_admit(self) -> StepPlan:
@@ -220,7 +230,7 @@ class Engine:
             try:
                 for key in plan.admitted:
                     sequence = self._waiting[key]
-                    sequence.blocks.extend(self.blocks.allocate(self._missing_blocks(sequence, sequence.final_len)))
+                    sequence.blocks.extend(self.cache.allocate(self._missing_blocks(sequence, sequence.final_len)))
                     self._admitted[key] = self._waiting.pop(key)
             except CapacityError:
                 continue  # another thread took blocks since the plan was made: plan with what is left
@@ -253,26 +263,34 @@ class Engine:
     def _update(self, sequence: RunningSequence, chunk: Chunk, token: int | None) -> SequenceUpdate:
         first_position = len(sequence.tokens)
         before, sequence.num_computed = sequence.num_computed, sequence.num_computed + chunk.tokens
-        self._prompt_tokens_computed += max(min(sequence.num_computed, sequence.prompt_len) - before, 0)
+        if before < sequence.prompt_len:
+            self._prompt_tokens_computed += min(sequence.num_computed, sequence.prompt_len) - before
+            self._publish(sequence)
         new_tokens = [] if token is None else [token]
         finish = sequence.append(new_tokens) if new_tokens else None
         self._output_tokens += len(new_tokens)
         return SequenceUpdate(sequence.key, sequence.num_computed, first_position, new_tokens, finish)
 
+    def _publish(self, sequence: RunningSequence) -> None:
+        """Let others share what is computed of a prompt. Answers follow on `release`: nobody asks for them before."""
+        if sequence.namespace is not None:
+            computed = sequence.tokens[: min(sequence.num_computed, sequence.prompt_len)]
+            self.cache.publish(sequence.namespace, computed, sequence.blocks)
+
     def _require_fit(self, final_len: int) -> None:
         if final_len > self._max_model_len:
             raise TooLargeError(f"prompt and answer may reach {final_len} tokens, the limit is {self._max_model_len}")
         needed = self._blocks_needed(final_len)
-        if needed > self.blocks.total_blocks:
+        if needed > self.cache.total_blocks:
             raise TooLargeError(
-                f"prompt and answer may need {needed} KV blocks, the pool has {self.blocks.total_blocks}"
+                f"prompt and answer may need {needed} KV blocks, the pool has {self.cache.total_blocks}"
             )
 
     def _make_room(self, sequence: RunningSequence, final_len: int) -> None:
         """Let a sequence become `final_len` tokens long. A waiting one gets its blocks on admission."""
         self._require_fit(final_len)
         if sequence.key in self._admitted:
-            sequence.blocks.extend(self.blocks.allocate(self._missing_blocks(sequence, final_len)))
+            sequence.blocks.extend(self.cache.allocate(self._missing_blocks(sequence, final_len)))
 
     def _blocks_needed(self, final_len: int) -> int:
         # The last token of all is followed by nothing, so that nobody wants its KV.

@@ -11,6 +11,7 @@ from pdd.attention.torch_backend import TorchAttention
 from pdd.engine.block_pool import BlockPool
 from pdd.engine.engine import Engine
 from pdd.engine.kv_pool import KvPool
+from pdd.engine.radix import RadixCache
 from pdd.errors import ConfigError
 from pdd.kv import KvSpec, ModelIdentity
 from pdd.model.config import ModelConfig
@@ -39,6 +40,7 @@ def load_engine(
     seats: int,
     max_model_len: int | None = None,
     threads: int = 1,
+    prefix_cache: bool = False,
 ) -> LoadedEngine:
     """Load weights and make a pool of at least `pool_tokens` tokens.
 
@@ -55,13 +57,12 @@ def load_engine(
     llama.pack()
     spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
     pool = KvPool(spec, 1 + spec.blocks_for(pool_tokens))
-    blocks = BlockPool(pool.num_blocks)
+    cache = RadixCache(BlockPool(pool.num_blocks), block_size, enabled=prefix_cache)
     attention = TorchAttention([pool.layer(index) for index in range(config.num_layers)])
     engine = Engine(
         llama,
         attention,
-        blocks,
-        block_size=block_size,
+        cache,
         step_tokens=step_tokens,
         seats=seats,
         max_model_len=longest,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from pdd.kv import KvNamespace
 from pdd.types import AttemptKey, FinishReason, Sampling, StopRule
 
 
@@ -19,6 +20,7 @@ class SequenceSpec:
     `outputs` are output IDs that exist already. `blocks` hold the KV of the first `num_computed` tokens; the engine
     takes the references over and allocates what is missing on admission. The engine samples only while there are
     fewer than `sample_limit` outputs (None: `stop` alone decides); a sequence at its limit stays, without a seat.
+    Its KV is cached under `namespace`, None: not at all.
     """
 
     key: AttemptKey
@@ -29,6 +31,7 @@ class SequenceSpec:
     num_computed: int = 0
     blocks: list[int] = field(default_factory=list[int])
     sample_limit: int | None = None
+    namespace: KvNamespace | None = None
 
 
 class RunningSequence:
@@ -44,6 +47,7 @@ class RunningSequence:
         self.num_computed = spec.num_computed
         self.blocks = list(spec.blocks)
         self.sample_limit = spec.sample_limit
+        self.namespace = spec.namespace
         self.frozen = False
         self.finish: FinishReason | None = self.stop.check(spec.outputs) if spec.outputs else None
         if not 0 <= self.num_computed < len(self.tokens):

@@ -66,7 +66,7 @@ class EngineThread:
     def start(self, on_step: Callable[[StepResult], None]) -> None:
         """Start the step loop. `on_step` is called on the event loop with each step's result."""
         self._on_step = on_step
-        self._engine.blocks.on_free = self._wake
+        self._engine.cache.on_free.append(self._wake)
         self._thread.start()
 
     async def stop(self) -> None:
@@ -92,8 +92,9 @@ class EngineThread:
         return asyncio.wrap_future(answer)
 
     def status(self) -> EngineStatus:
-        """The engine's counts as of the last step or command; free blocks as of now."""
-        return replace(self._status, free_blocks=self._engine.blocks.free_blocks)
+        """The engine's counts as of the last step or command; those of blocks as of now."""
+        cache = self._engine.cache
+        return replace(self._status, free_blocks=cache.free_blocks, evictable_blocks=cache.evictable_blocks)
 
     def _run(self) -> None:
         torch.set_num_threads(self._threads)

@@ -13,16 +13,26 @@ from collections.abc import Sequence
 HASH_BYTES = 16
 
 
+def root_hash(salt: str = "", fidelity: str = "exact") -> bytes:
+    """What the chain of a namespace begins with; see `pdd.kv.KvNamespace`."""
+    root = b"".join(struct.pack("<I", len(part)) + part for part in (salt.encode(), fidelity.encode()))
+    return hashlib.blake2b(root, digest_size=HASH_BYTES, person=b"pdd-root").digest()
+
+
+def next_hash(parent: bytes, block: Sequence[int]) -> bytes:
+    """Hash of a block of token IDs that follows the block with hash `parent`."""
+    packed = struct.pack(f"<{len(block)}I", *block)
+    return hashlib.blake2b(parent + packed, digest_size=HASH_BYTES, person=b"pdd-block").digest()
+
+
 def block_hashes(tokens: Sequence[int], block_size: int, *, salt: str = "", fidelity: str = "exact") -> list[bytes]:
     """Hashes (16 bytes each) of the whole blocks of `tokens`; a last block that is not full has none.
 
     `salt` keeps tenants apart; `fidelity` is the coarsest dtype that the bytes went through.
     """
-    root = b"".join(struct.pack("<I", len(part)) + part for part in (salt.encode(), fidelity.encode()))
-    parent = hashlib.blake2b(root, digest_size=HASH_BYTES, person=b"pdd-root").digest()
+    parent = root_hash(salt, fidelity)
     hashes: list[bytes] = []
     for start in range(0, len(tokens) - block_size + 1, block_size):
-        block = struct.pack(f"<{block_size}I", *tokens[start : start + block_size])
-        parent = hashlib.blake2b(parent + block, digest_size=HASH_BYTES, person=b"pdd-block").digest()
+        parent = next_hash(parent, tokens[start : start + block_size])
         hashes.append(parent)
     return hashes

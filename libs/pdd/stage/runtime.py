@@ -21,8 +21,8 @@ from pdd.transfer.stream_receiver import StreamReceiver
 from pdd.types import Peer
 
 
-def load(settings: StageSettings) -> LoadedEngine:
-    """Load the engine that `settings` describe."""
+def load(settings: StageSettings, *, prefix_cache: bool) -> LoadedEngine:
+    """Load the engine that `settings` describe, with a prefix cache if stage and settings want one."""
     if settings.model == type(settings).model_fields["model"].default:
         raise ConfigError("PDD_MODEL: a GGUF file or a Hugging Face directory is needed")
     return load_engine(
@@ -34,6 +34,7 @@ def load(settings: StageSettings) -> LoadedEngine:
         seats=settings.max_running,
         max_model_len=settings.max_model_len,
         threads=settings.threads,
+        prefix_cache=prefix_cache and settings.prefix_cache,
     )
 
 

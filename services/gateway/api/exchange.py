@@ -123,13 +123,13 @@ class Exchange(Response):
 def _usage(call: Call, text: AnswerText, report: Report) -> dict[str, Any]:
     """Token counts as OpenAI names them; `pdd` tells how the request went.
 
-    KV that a stage received from another is no cache hit: it never counts as cached.
+    Cached tokens are those that Prefill did not compute. KV that a stage received from another is no cache hit.
     """
     prompt_tokens, output_tokens = len(call.request.prompt), len(text.ids)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": report.prefill_hit_tokens},
         "pdd": msgspec.to_builtins(report),
     }

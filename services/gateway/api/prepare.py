@@ -57,6 +57,7 @@ async def prepare(
         stop=StopRule(max_tokens=_max_tokens(surface, shape, len(prompt), limit), stop_token_ids=_stops(surface, body)),
         pipeline=pipeline,
         handoff_at=handoff_at,
+        salt=body.cache_salt or "",
     )
     return Call(
         request=request,

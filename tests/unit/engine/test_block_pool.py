@@ -85,13 +85,3 @@ def test_the_longest_unused_block_is_handed_out_first() -> None:
     first, second = pool.allocate(2)
     pool.decref([first, second])
     assert pool.allocate(3) == [3, second, first]
-
-
-def test_whoever_waits_for_blocks_is_told() -> None:
-    pool = BlockPool(4)
-    seen: list[int] = []
-    pool.on_free = lambda: seen.append(pool.free_blocks)
-    blocks = pool.allocate(2)
-    pool.decref(blocks[:1])
-    pool.decref(blocks[1:])
-    assert seen == [2, 3]

@@ -94,11 +94,11 @@ def test_a_stop_token_ends_the_answer_and_is_part_of_it(engine: Engine, answer: 
 def test_a_finished_sequence_keeps_its_blocks_until_released(engine: Engine) -> None:
     engine.add(spec())
     run(engine)
-    assert engine.blocks.free_blocks == engine.blocks.total_blocks - 12  # 37 + 12 - 1 tokens in blocks of 4
+    assert engine.cache.free_blocks == engine.cache.total_blocks - 12  # 37 + 12 - 1 tokens in blocks of 4
     assert (engine.status().running, engine.status().waiting) == (0, 0)
     engine.release(key())
     engine.release(key())
-    assert engine.blocks.free_blocks == engine.blocks.total_blocks
+    assert engine.cache.free_blocks == engine.cache.total_blocks
     with pytest.raises(UnknownRequestError):
         engine.outputs(key())
 
@@ -121,25 +121,25 @@ def test_at_its_limit_a_sequence_stays_unscheduled_until_the_limit_is_raised(eng
     engine.add(spec(sample_limit=1))
     run(engine)
     assert engine.outputs(key()) == answer[:1]
-    assert engine.blocks.free_blocks == engine.blocks.total_blocks - 10  # the prompt, no more
+    assert engine.cache.free_blocks == engine.cache.total_blocks - 10  # the prompt, no more
     engine.set_sample_limit(key(), 5)
     run(engine)
     assert engine.outputs(key()) == answer[:5]
     engine.set_sample_limit(key(), None)
     run(engine)
     assert engine.outputs(key()) == answer
-    assert engine.blocks.free_blocks == engine.blocks.total_blocks - 12
+    assert engine.cache.free_blocks == engine.cache.total_blocks - 12
 
 
 def test_raising_a_limit_without_blocks_changes_nothing(make_engine: MakeEngine, answer: list[int]) -> None:
     engine = make_engine(pool_tokens=48).engine
     engine.add(spec(sample_limit=1))
     run(engine)
-    others = engine.blocks.allocate(1)
+    others = engine.cache.allocate(1)
     with pytest.raises(CapacityError):
         engine.set_sample_limit(key(), None)
     assert not engine.has_work()
-    engine.blocks.decref(others)
+    engine.cache.release(others)
     engine.set_sample_limit(key(), None)
     run(engine)
     assert engine.outputs(key()) == answer
@@ -200,17 +200,17 @@ def test_frozen_before_admission_a_sequence_does_not_hold_up_the_queue(engine: E
 
 def test_what_can_never_fit_is_refused_and_its_blocks_are_given_back(make_engine: MakeEngine) -> None:
     engine = make_engine(pool_tokens=64).engine
-    brought = engine.blocks.allocate(3)
+    brought = engine.cache.allocate(3)
     with pytest.raises(TooLargeError, match="blocks"):
         engine.add(spec(60, max_tokens=6, blocks=brought))
     with pytest.raises(TooLargeError, match="513"):
         make_engine(pool_tokens=1024).engine.add(spec(500, max_tokens=13))
     engine.add(spec(60, max_tokens=5))
     with pytest.raises(ValueError, match="already"):
-        engine.add(spec(60, max_tokens=5, blocks=engine.blocks.allocate(2)))
+        engine.add(spec(60, max_tokens=5, blocks=engine.cache.allocate(2)))
     with pytest.raises(ValueError, match="at least one"):
-        engine.add(spec(8, index=1, num_computed=8, blocks=engine.blocks.allocate(2)))
-    assert engine.blocks.free_blocks == engine.blocks.total_blocks
+        engine.add(spec(8, index=1, num_computed=8, blocks=engine.cache.allocate(2)))
+    assert engine.cache.free_blocks == engine.cache.total_blocks
     run(engine)
     assert len(engine.outputs(key())) == 5
 
@@ -228,7 +228,7 @@ def test_waiting_sequences_are_admitted_in_order_as_room_appears(make_engine: Ma
     assert [len(engine.outputs(key(index))) for index in (1, 2)] == [ANSWER, ANSWER]
     for index in (1, 2):
         engine.release(key(index))
-    assert engine.blocks.free_blocks == engine.blocks.total_blocks
+    assert engine.cache.free_blocks == engine.cache.total_blocks
 
 
 def test_more_sequences_than_seats_take_turns(make_engine: MakeEngine) -> None:
@@ -246,7 +246,7 @@ def test_blocks_taken_by_another_thread_between_plan_and_admission_are_no_error(
     engine = make_engine(pool_tokens=128).engine
     for index in (0, 1):
         engine.add(spec(37, index=index))
-    blocks, allocate = engine.blocks, engine.blocks.allocate
+    blocks, allocate = engine.cache, engine.cache.allocate
     taken: list[int] = []
 
     def allocate_late(count: int) -> list[int]:
@@ -257,7 +257,7 @@ def test_blocks_taken_by_another_thread_between_plan_and_admission_are_no_error(
     monkeypatch.setattr(blocks, "allocate", allocate_late)
     run(engine)
     assert [len(engine.outputs(key(index))) for index in (0, 1)] == [ANSWER, 0]
-    blocks.decref(taken)
+    blocks.release(taken)
     run(engine)
     assert len(engine.outputs(key(1))) == ANSWER
 
@@ -274,7 +274,7 @@ def test_takeover_at_every_position_equals_one_engine(make_engine: MakeEngine, s
         assert outputs == whole[:position]
 
         first_blocks = range(1, 11)  # a fresh pool hands its blocks out in order
-        scattered = second.engine.blocks.allocate(20)[::2]
+        scattered = second.engine.cache.allocate(20)[::2]
         for source, target in zip(first_blocks, scattered, strict=True):
             second.kv_pool.block(target)[:] = first.kv_pool.block(source)
         second.engine.add(spec(sampling=sampling, outputs=outputs, num_computed=37, blocks=scattered))

@@ -18,7 +18,7 @@ from tests.unit.engine.conftest import MakeEngine, Tiny
 
 def test_the_pool_holds_what_was_asked_for(make_engine: MakeEngine) -> None:
     loaded = make_engine(block_size=16, pool_tokens=100)
-    assert loaded.engine.blocks.total_blocks == 7
+    assert loaded.engine.cache.total_blocks == 7
     assert loaded.kv_pool.num_blocks == 8
     assert loaded.kv_pool.spec.block_bytes == 2 * 2 * 16 * 2 * 16 * 4
     assert loaded.max_model_len == loaded.config.context_length == 512

@@ -118,12 +118,12 @@ async def test_an_idle_engine_sleeps_until_it_is_given_work(make_engine: MakeEng
 async def test_blocks_freed_on_the_event_loop_wake_a_waiting_sequence(make_engine: MakeEngine) -> None:
     collected = Collected()
     loaded = make_engine(pool_tokens=32)
-    reserved = loaded.engine.blocks.allocate(4)
+    reserved = loaded.engine.cache.allocate(4)
     async with running(loaded.engine, collected) as thread:
         await thread.call(lambda engine: engine.add(spec()))
         await asyncio.sleep(0.05)
         assert thread.status().waiting == 1
-        loaded.engine.blocks.decref(reserved)
+        loaded.engine.cache.release(reserved)
         await collected.finished.wait()
 
 

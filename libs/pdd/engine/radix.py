@@ -1,0 +1,270 @@
+"""Remembers KV: the cached blocks of a pool as a tree, so that equal prefixes are stored, sent and computed once.
+
+An uncompressed radix tree: one node for each block, found by the block's own token IDs under its parent, so that a
+match is a match of tokens and never of hashes. The cache holds one reference to each of its blocks; every further one
+belongs to a user (a sequence, a reservation). Blocks that nobody uses are evicted when the pool runs out: leaves
+first, the longest unused first.
+
+Two rules make the count of evictable blocks exact. Whoever uses a block uses all its ancestors, since users come in by
+`match`, which begins at the root, and by `publish`, which stops where the tree has another's copy. And eviction takes
+leaves only. So `free + evictable + referenced == total`, and any evictable block can be evicted in the end.
+
+Safe to use from any thread: the network side reserves and matches while the step loop runs.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+from pdd.engine.block_pool import BlockPool
+from pdd.errors import CapacityError
+from pdd.kv import KvNamespace
+from pdd.prefix.hashing import next_hash, root_hash
+from pdd.prefix.journal import Holdings, KvJournal
+from pdd.types import KvEventKind
+
+
+@dataclass(eq=False, slots=True)
+class _Node:
+    """One cached block. A root stands for a namespace and has no block."""
+
+    hash: bytes
+    block: int
+    parent: _Node | None
+    tokens: tuple[int, ...]
+    children: dict[tuple[int, ...], _Node] = field(default_factory=dict[tuple[int, ...], "_Node"])
+    last_use: int = 0
+
+
+class RadixCache:
+    """See the module. What it does to blocks is written to `journal`."""
+
+    def __init__(self, pool: BlockPool, block_size: int, *, enabled: bool = True) -> None:
+        """A cache that is not `enabled` keeps nothing: blocks are free as soon as nobody uses them."""
+        self.journal = KvJournal()
+        self.on_free: list[Callable[[], None]] = []
+        """Called, outside the lock and on the caller's thread, after blocks were given up."""
+        self.block_size = block_size
+        self._pool = pool
+        self._enabled = enabled
+        self._lock = threading.Lock()
+        self._roots: dict[KvNamespace, _Node] = {}
+        self._nodes: dict[int, _Node] = {}
+        """Cached blocks by number."""
+        self._unused = 0
+        self._leaves: list[tuple[int, int, _Node]] = []
+        """Heap of leaves nobody uses, by last use. An entry may be outdated: see `_is_evictable`."""
+        self._ticks = itertools.count(1)
+        self._stored: set[bytes] = set()
+        self._in_flight: Counter[bytes] = Counter()
+
+    @property
+    def total_blocks(self) -> int:
+        """How many blocks there are."""
+        return self._pool.total_blocks
+
+    @property
+    def free_blocks(self) -> int:
+        """Blocks that hold nothing."""
+        return self._pool.free_blocks
+
+    @property
+    def evictable_blocks(self) -> int:
+        """Blocks that are cached and that nobody uses."""
+        return self._unused
+
+    @property
+    def cached_blocks(self) -> int:
+        """Blocks that are cached, in use or not."""
+        return len(self._nodes)
+
+    @property
+    def available_blocks(self) -> int:
+        """How many blocks could be allocated. Takes no lock: where several threads allocate, `allocate` decides."""
+        return self._pool.free_blocks + self._unused
+
+    def peek(self, namespace: KvNamespace, tokens: Sequence[int]) -> int:
+        """How many leading tokens are cached right now."""
+        with self._lock:
+            return self.block_size * sum(1 for _ in self._path(namespace, tokens))
+
+    def match(self, namespace: KvNamespace, tokens: Sequence[int]) -> list[int]:
+        """Blocks that hold the KV of leading whole blocks of `tokens`, with a reference to each for the caller.
+
+        A prompt that will be computed here must leave its last token out: that one gives the logits.
+        """
+        with self._lock:
+            nodes = list(self._path(namespace, tokens))
+            pinned = [node for node in nodes if not self._is_used(node)]
+            self._pool.incref([node.block for node in nodes])
+            self._unused -= len(pinned)
+            self.journal.record(KvEventKind.PINNED, [node.hash for node in pinned])
+            return [node.block for node in nodes]
+
+    def allocate(self, count: int) -> list[int]:
+        """Take `count` empty blocks, evicting as many as that needs. Raises `CapacityError`, changing nothing."""
+        with self._lock:
+            if count > self.available_blocks:
+                raise CapacityError(
+                    f"{count} KV blocks wanted, {self.available_blocks} of {self.total_blocks} are not in use"
+                )
+            evicted: list[bytes] = []
+            while self._pool.free_blocks < count:
+                evicted.append(self._evict_one())
+            self.journal.record(KvEventKind.REMOVED, evicted)
+            return self._pool.allocate(count)
+
+    def share(self, blocks: Sequence[int]) -> None:
+        """Take a further reference to blocks that somebody holds. Raises `ValueError` if one is free."""
+        with self._lock:
+            self._pool.incref(blocks)
+
+    def publish(self, namespace: KvNamespace, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """Enter `blocks`, which hold verified KV of `tokens`; the caller goes on using them.
+
+        Only whole blocks are entered, up to the first that the tree has in another's copy.
+        """
+        with self._lock:
+            new = self._enter(namespace, tokens, blocks, past_copies=False)
+            self.journal.record(KvEventKind.STORED, new)
+            self.journal.record(KvEventKind.PINNED, new)
+
+    def retire(self, namespace: KvNamespace, tokens: Sequence[int], blocks: Sequence[int]) -> None:
+        """Enter `blocks`, which hold verified KV of `tokens` and perhaps more, and give them up.
+
+        Where the tree has another's copy of a block, the caller's is free afterwards.
+        """
+        with self._lock:
+            new = self._enter(namespace, tokens, blocks, past_copies=True)
+            self.journal.record(KvEventKind.STORED, new)
+            self._release(blocks, never_pinned=set(new))
+        self._tell_freed()
+
+    def release(self, blocks: Sequence[int]) -> None:
+        """Give up one reference to each block. Those that are cached stay so. Raises `ValueError` as `decref` does."""
+        with self._lock:
+            self._release(blocks, never_pinned=set())
+        self._tell_freed()
+
+    def expect(self, hashes: Sequence[bytes]) -> None:
+        """KV of these blocks is on its way here, until `settle`: that is published, as something to wait for."""
+        if not self._enabled:
+            return
+        with self._lock:
+            new = [one for one in hashes if one not in self._in_flight and one not in self._stored]
+            self._in_flight.update(hashes)
+            self.journal.record(KvEventKind.IN_FLIGHT, new)
+
+    def settle(self, hashes: Sequence[bytes], *, stored: bool) -> None:
+        """These blocks, each announced by `expect`, are `stored` by now, or will not come that way."""
+        if not self._enabled:
+            return
+        with self._lock:
+            self._in_flight.subtract(hashes)
+            ended = [one for one in hashes if self._in_flight[one] <= 0]
+            for one in ended:
+                del self._in_flight[one]
+            if not stored:
+                self.journal.record(KvEventKind.REMOVED, [one for one in ended if one not in self._stored])
+
+    def holdings(self) -> Holdings:
+        """All that is held right now, and the number of the journal's newest change."""
+        with self._lock:
+            return Holdings(
+                seq=self.journal.seq,
+                stored=frozenset(self._stored),
+                pinned=frozenset(node.hash for node in self._nodes.values() if self._is_used(node)),
+                in_flight=frozenset(self._in_flight) - self._stored,
+            )
+
+    def _path(self, namespace: KvNamespace, tokens: Sequence[int]) -> Iterator[_Node]:
+        node = self._roots.get(namespace)
+        for key in self._keys(tokens):
+            node = node.children.get(key) if node is not None else None
+            if node is None:
+                return
+            yield node
+
+    def _keys(self, tokens: Sequence[int]) -> Iterator[tuple[int, ...]]:
+        size = self.block_size
+        return (tuple(tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size))
+
+    def _is_used(self, node: _Node) -> bool:
+        return self._pool.references(node.block) > 1
+
+    def _enter(
+        self, namespace: KvNamespace, tokens: Sequence[int], blocks: Sequence[int], *, past_copies: bool
+    ) -> list[bytes]:
+        """Add nodes, each used by the caller; their hashes."""
+        if not self._enabled:
+            return []
+        node = self._roots.get(namespace)
+        if node is None:
+            node = _Node(root_hash(namespace.salt, namespace.fidelity), -1, None, ())
+            self._roots[namespace] = node
+        new: list[bytes] = []
+        for key, block in zip(self._keys(tokens), blocks, strict=False):
+            child = node.children.get(key)
+            if child is None:
+                child = _Node(next_hash(node.hash, key), block, node, key)
+                self._pool.incref([block])
+                node.children[key] = self._nodes[block] = child
+                self._stored.add(child.hash)
+                new.append(child.hash)
+            elif child.block != block and not past_copies:
+                break
+            node = child
+        return new
+
+    def _release(self, blocks: Sequence[int], *, never_pinned: set[bytes]) -> None:
+        self._pool.decref(blocks)
+        tick = next(self._ticks)
+        unused = [
+            node for block in dict.fromkeys(blocks) if (node := self._nodes.get(block)) and not self._is_used(node)
+        ]
+        for node in unused:
+            node.last_use = tick
+            if not node.children:
+                self._offer(node)
+        self._unused += len(unused)
+        self.journal.record(KvEventKind.UNPINNED, [node.hash for node in unused if node.hash not in never_pinned])
+
+    def _offer(self, leaf: _Node) -> None:
+        """Put a leaf that nobody uses up for eviction."""
+        if len(self._leaves) > 2 * len(self._nodes):
+            self._leaves = [entry for entry in self._leaves if self._is_evictable(entry[2], entry[0])]
+            heapq.heapify(self._leaves)
+        heapq.heappush(self._leaves, (leaf.last_use, leaf.block, leaf))
+
+    def _is_evictable(self, node: _Node, last_use: int) -> bool:
+        """Whether a heap entry still holds."""
+        is_here = self._nodes.get(node.block) is node and node.last_use == last_use
+        return is_here and not node.children and not self._is_used(node)
+
+    def _evict_one(self) -> bytes:
+        while True:
+            last_use, _, node = heapq.heappop(self._leaves)
+            if self._is_evictable(node, last_use):
+                break
+        del self._nodes[node.block]
+        self._stored.discard(node.hash)
+        self._unused -= 1
+        self._pool.decref([node.block])
+        parent = node.parent
+        assert parent is not None
+        del parent.children[node.tokens]
+        if parent.parent is None:
+            if not parent.children:
+                self._roots = {namespace: root for namespace, root in self._roots.items() if root is not parent}
+        elif not parent.children and not self._is_used(parent):
+            self._offer(parent)
+        return node.hash
+
+    def _tell_freed(self) -> None:
+        for told in self.on_free:
+            told()
