@@ -162,6 +162,26 @@ async def test_interleaved_requests_never_mix(
     recorder.check_ended_once()
 
 
+async def test_waiting_for_room_is_a_phase(
+    control_plane: ControlPlane, tiny_model: Path, tokenizer: Tokenizer, recorder: Recorder
+) -> None:
+    """Of two requests for one seat the second waits; those who refused it have said why."""
+    async with (
+        open_stages(control_plane, tiny_model, seats=1, pace_step_ms=20) as stages,
+        open_client(stages, tokenizer) as client,
+    ):
+        answers = await asyncio.gather(*(post(client, digits()) for _ in range(2)))
+        await stages.settle()
+    assert [answer.status_code for answer in answers] == [200, 200]
+    waited = recorder.one("wait_for_room")
+    (attempt,) = (span for span in recorder.named("attempt") if is_child(waited, span))
+    refused = [span for span in recorder.spans if span.attributes.get("error.type") == "no_capacity"]
+    assert refused
+    assert all(is_child(span, attempt) for span in refused)
+    assert attempt.status.status_code is waited.status.status_code is StatusCode.UNSET
+    recorder.check_ended_once()
+
+
 async def test_a_second_attempt_is_linked_to_the_first(
     control_plane: ControlPlane, tiny_model: Path, tokenizer: Tokenizer, recorder: Recorder
 ) -> None:
