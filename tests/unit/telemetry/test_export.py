@@ -31,7 +31,7 @@ def no_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def one_trace(name: str = "chat m") -> None:
     trace = Trace.root(name, Context(), "11" * 16, kind=SpanKind.SERVER, attributes={})
-    trace.begin("tokenise", tokens=3)
+    trace.begin("tokenise", tokens=3, role=Role.PREFILL)
     trace.close("finished")
 
 
@@ -46,7 +46,12 @@ def test_spans_arrive_with_who_sent_them(monkeypatch: pytest.MonkeyPatch) -> Non
         one_trace("after")
     assert (top.name, top.parent_id, child.name, child.parent_id) == ("chat m", "", "tokenise", top.span_id)
     assert child.trace_id == top.trace_id
-    assert child.attributes == {"pdd.tokens": 3, "pdd.request_id": "11" * 16, "pdd.outcome": "finished"}
+    assert child.attributes == {
+        "pdd.tokens": 3,
+        "pdd.role": "prefill",
+        "pdd.request_id": "11" * 16,
+        "pdd.outcome": "finished",
+    }
     assert {key.lower(): value for key, value in kept.headers[0].items()}["x-key"] == "k"
     wanted = {"service.name": "pdd-prefill", "pdd.dc": "a", "deployment.environment.name": "lab"}
     assert wanted.items() <= top.resource.items()
