@@ -29,6 +29,8 @@ logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _FLUSH_S = 3.0
 """How long the end of a process waits for its last spans to leave."""
+_ABORT_S = 0.5
+"""... and how long it then waits for the export to notice."""
 _QUIET_S = 30.0
 """Between two words about lost spans, or two of the same from OpenTelemetry itself."""
 
@@ -87,6 +89,9 @@ def exporting(me: Peer) -> Generator[None]:
             flushing = threading.Thread(target=processor.shutdown, name="flush_spans", daemon=True)
             flushing.start()
             flushing.join(_FLUSH_S)
+            if flushing.is_alive():
+                otlp.shutdown()  # Ends its pause before another try; a request that hangs dies with the process.
+                flushing.join(_ABORT_S)
             tally.report(final=True)
 
 
