@@ -18,6 +18,7 @@ from pdd.mesh.messages import Beat, KvEvent, Lookup, LookupReply
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.prefix.index import PrefixIndex
 from pdd.tasks import Tasks
+from pdd.telemetry.tracing import Trace
 from pdd.types import Peer, Role
 from services.cache.metrics import CacheMetrics
 
@@ -68,9 +69,15 @@ class CacheService:
     async def lookup(self, message: Lookup) -> LookupReply:
         """Leading blocks held per instance; nothing if the index is slow or down, or the instance no longer alive."""
         started = time.perf_counter()
+        trace = Trace.here()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                hits = await self._index.lookup(message.fingerprint, message.hashes)
+            with trace.during("lookup", blocks=len(message.hashes)):
+                async with asyncio.timeout(self._timeout_s):
+                    hits = await self._index.lookup(message.fingerprint, message.hashes)
+                live = {(beat.peer.dc, beat.peer.role, beat.peer.instance) for beat in self._registry.live()}
+                held = [hit for hit in hits if (hit.dc, hit.role, hit.instance) in live]
+                longest = max((hit.blocks for hit in held), default=0)
+                trace.end("lookup", hit_instances=len(held), hit_blocks=longest)
         except (TimeoutError, RedisError, OSError) as error:
             logger.warning("index_unavailable", error=str(error) or type(error).__name__)
             self._metrics.lookup("unavailable", 0, time.perf_counter() - started)

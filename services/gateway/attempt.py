@@ -19,6 +19,7 @@ from pdd.kv import Ticket
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
 from pdd.mesh.messages import Attach, Cancel, Ok, Phase, Progress, Reserve, Reserved, Submit, Submitted
+from pdd.telemetry.tracing import Trace
 from pdd.types import AttemptKey, Path, Peer, Pipeline, Role
 from services.gateway.generation import GenerationRequest, Report
 from services.gateway.prefix_view import HitTokens
@@ -83,6 +84,7 @@ class Attempt:
     ) -> None:
         self.key = key
         self.stages = Stages()
+        self._trace = Trace.here()
         self._asked: list[Peer] = []
         self._me = me
         self._request = request
@@ -247,7 +249,8 @@ class Attempt:
         raise CapacityError(str(refusal))
 
     async def _ask(self, peer: Peer, verb: str, message: object, reply: type[Reply]) -> Reply:
-        return await self._bus.request(subjects.endpoint(peer, verb), message, reply)
+        with self._trace.during(verb, peer.epoch, role=peer.role, to=_name(peer)):
+            return await self._bus.request(subjects.endpoint(peer, verb), message, reply)
 
     async def _cancel(self, peer: Peer, reason: str, *, keep_kv: bool = False) -> None:
         subject, message = subjects.endpoint(peer, "cancel"), Cancel(self.key, reason, keep_kv)

@@ -8,11 +8,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import defaultdict
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
+from opentelemetry.trace import Link
 
 from pdd.errors import (
     CapacityError,
@@ -26,9 +28,10 @@ from pdd.errors import (
 )
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus, Endpoint
-from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Progress, Replay, Replayed, TokenBatch
+from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Phase, Progress, Replay, Replayed, TokenBatch
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.tasks import Tasks
+from pdd.telemetry.tracing import Trace
 from pdd.types import AttemptKey, FinishReason, Peer, Pipeline, Role, TokenEvent
 from services.gateway.assembler import Assembler
 from services.gateway.attempt import Attempt
@@ -42,6 +45,9 @@ logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _HOPELESS = frozenset({TooLargeError.code, CapacityError.code, UnavailableError.code, "malformed"})
 """Errors that another attempt would only meet again."""
+
+_NOTED = frozenset({Phase.PREFILL_STARTED, Phase.PREFILL_DONE, Phase.KV_READY, Phase.HANDED_OVER})
+"""Reports that become events of the attempt's span, on this process' clock."""
 
 _REPLAY_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 5.0
@@ -72,6 +78,9 @@ class LiveRequest:
             Report(request_id=request.request_id, pipeline=request.pipeline), coordinator.now, request.waited_s
         )
         self._assembler = Assembler(len(request.prompt))
+        self._trace = Trace(request.context)
+        self._attempt_trace = self._trace
+        self._first_attempt: list[Link] = []
         self._fresh: list[int] = []
         self._finish: FinishReason | None = None
         self._error: PddError | None = None
@@ -132,7 +141,10 @@ class LiveRequest:
             return
         prefill = attempt.stages.prefill or progress.by  # Prefill reports before its answer to `submit` is here.
         self._timeline.progressed(progress, prefill)
-        self._coordinator.tasks.spawn(attempt.progressed(progress), f"progress {attempt.key}")
+        if progress.phase in _NOTED:
+            self._attempt_trace.note(progress.phase, by=progress.by.role)
+        with self._attempt_trace.active():
+            self._coordinator.tasks.spawn(attempt.progressed(progress), f"progress {attempt.key}")
 
     def finished(self, message: Finished) -> None:
         """Whoever ended the answer said so: nothing must be missing up to there."""
@@ -151,7 +163,7 @@ class LiveRequest:
         most = self._coordinator.limits.max_attempts
         for number in range(1, most + 1):
             self.report.attempts = number
-            error = await self._run_attempt()
+            error = await self._traced(self._run_attempt())
             if error is None or error.code in _HOPELESS or number == most:
                 return error
             logger.warning("attempt_lost", request_id=self._request.request_id, attempt=number, error=str(error))
@@ -163,6 +175,7 @@ class LiveRequest:
             attempt = await self._begin()
         except PddError as error:
             return error
+        self._attempt_trace.end("wait_for_room")
         try:
             self._attached = True
             self._readable.set()
@@ -183,6 +196,7 @@ class LiveRequest:
                 return await self._try()
             except CapacityError as error:
                 logger.info("request_waits", request_id=self._request.request_id, reason=str(error))
+        self._attempt_trace.begin("wait_for_room")
         pause_s = _FIRST_PAUSE_S
         async with line.turn(deadline):
             while True:
@@ -275,11 +289,43 @@ class LiveRequest:
     def _emit(self, by: Peer, fresh: list[int]) -> None:
         """`fresh` tokens, sampled or repeated by `by`, are the client's now."""
         if fresh:
+            if self.report.ttft_ms is None:
+                self._attempt_trace.note("first_token", by=by.role)
             self._timeline.emitted(len(fresh), by.role)
             self._fresh.extend(fresh)
             self._finish = self._request.stop.check(self._assembler.emitted)
             self._readable.set()
         self._changed.set()
+
+    async def _traced(self, attempt: Coroutine[Any, Any, PddError | None]) -> PddError | None:
+        """Run an attempt under a span of its own; all that it sends carries that. Later ones are linked to the first.
+
+        One is `cancelled` by its client's leaving, and by a stop string in its text.
+        """
+        report = self.report
+        trace = self._trace.child("attempt", *self._first_attempt, attempt=report.attempts, pipeline=report.pipeline)
+        self._attempt_trace = trace
+        self._first_attempt = self._first_attempt or trace.link()
+        ended_by: BaseException | None = None
+        try:
+            with trace.active():
+                ended_by = await attempt
+            return ended_by
+        except BaseException as error:
+            # Whoever has got the last token does not wait for the driver, but cancels it.
+            complete = self._finish is not None and isinstance(error, asyncio.CancelledError)
+            ended_by = None if complete else error
+            raise
+        finally:
+            trace.close(
+                "finished" if ended_by is None else "failed",
+                ended_by,
+                path=report.path,
+                reason=report.reason,
+                prefill=report.prefill,
+                relay=report.relay,
+                main_decode=report.main_decode,
+            )
 
 
 class Coordinator:

@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
+from opentelemetry.context import Context
 
 from pdd.types import FinishReason, Path, Pipeline, Sampling, StopRule
 
@@ -28,6 +29,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sampling: Sampling
     stop: StopRule
     pipeline: Pipeline = Pipeline.PDD
+    context: Context = msgspec.field(default_factory=Context)
+    """Spans of the work are children of the span in it."""
     handoff_at: int | None = None
     waited_s: float = 0.0
     salt: str = ""

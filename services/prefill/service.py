@@ -28,6 +28,7 @@ from pdd.policy.pipeline import Line, Transfer, choose_path
 from pdd.stage.attempts import TOMBSTONE_S, Attempts
 from pdd.stage.host import StageHost
 from pdd.stage.output import OutputStream
+from pdd.telemetry.tracing import Trace, outside
 from pdd.transfer.interface import KvSender
 from pdd.transfer.outgoing import KvExport
 from pdd.types import AttemptKey, Handoff, HandoffReply, Path, Peer, Pipeline, TokenEvent, hash_prompt
@@ -45,6 +46,7 @@ class PrefillAttempt:
 
     submit: Submit
     stream: OutputStream
+    trace: Trace
     blocks: list[int] = field(default_factory=list[int])
     """None before it is admitted."""
     hit_tokens: int = 0
@@ -123,8 +125,8 @@ class PrefillService:
         self._waiting: deque[PrefillAttempt] = deque()
         self._kept: dict[AttemptKey, PrefillAttempt] = {}
         """Attempts that are over and whose KV still goes to MainDecode, oldest first."""
-        self._exports: dict[str, KvExport] = {}
-        """Running exports by transfer ID, of attempts that are over, too: an export leaves only when it is quiet."""
+        self._exporting: dict[str, PrefillAttempt] = {}
+        """Whose export runs, by transfer ID; attempts that are over, too: an export leaves only when it is quiet."""
         self._stopped: dict[str, float] = {}
         """When transfers were stopped on purpose, by transfer ID; what is here is not (again) begun."""
         host.on_abandoned = self._abandon
@@ -149,7 +151,8 @@ class PrefillService:
         known = self._attempts.find(message.key)
         if known is not None:
             return Submitted(self._host.me, known.hit_tokens)
-        attempt = PrefillAttempt(message, OutputStream(message.key, len(message.prompt), message.outputs))
+        stream = OutputStream(message.key, len(message.prompt), message.outputs)
+        attempt = PrefillAttempt(message, stream, Trace.here(attempt=message.key.attempt))
         tokens, needed = attempt.target_tokens, self._needed_blocks(attempt)
         if needed > self._cache.total_blocks or tokens >= self._host.loaded.max_model_len:
             total = self._cache.total_blocks
@@ -158,6 +161,7 @@ class PrefillService:
             raise CapacityError(f"{len(self._waiting)} prompts wait for prefill already")
         self._attempts.open(message.key, attempt)
         self._host.watch(message.key, message.gateway)
+        attempt.trace.begin("prefill_queue", tokens=tokens)
         self._waiting.append(attempt)
         self._admit()
         hit = attempt.hit_tokens if attempt.blocks else self._cache.peek(attempt.namespace, attempt.tokens[:-1])
@@ -177,9 +181,9 @@ class PrefillService:
 
     async def in_flight(self, message: InFlight) -> Ok:
         """MainDecode has got what came under another's ticket, or wants it from us after all."""
-        export = self._exports.get(message.transfer_id)
-        if export is not None:
-            export.resolve_in_flight(message.missing_from)
+        exporting = self._exporting.get(message.transfer_id)
+        if exporting is not None:
+            exporting.exports[message.transfer_id].resolve_in_flight(message.missing_from)
         elif message.transfer_id not in self._stopped:
             self._attempts.get(message.key).missing_from[message.transfer_id] = message.missing_from
         return Ok()
@@ -212,19 +216,25 @@ class PrefillService:
             attempt.computed = update.num_computed
             for export in attempt.exports.values():
                 export.advance(attempt.computed)
+            attempt.trace.event("prefill", "chunk", computed_tokens=attempt.computed)
             phase = Phase.PREFILL_DONE if update.new_tokens else Phase.PREFILL_CHUNK
             self._host.progress(attempt.key, attempt.gateway, phase, tokens=attempt.computed)
             if update.new_tokens:
                 batches.setdefault(attempt.gateway, []).extend(attempt.stream.emit(update.new_tokens, 0))
                 attempt.stream.finish = update.finish
-                if update.finish is not None:
-                    attempt.tasks.append(self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}"))
-                else:
-                    self._reconsider(attempt)
-                    self._hand_over_if_due(attempt)
+                with attempt.trace.active():
+                    self._first_token(attempt)
         for gateway, events in batches.items():
             self._host.publisher.publish(gateway, events)
         self._admit()
+
+    def _first_token(self, attempt: PrefillAttempt) -> None:
+        attempt.trace.end("prefill", tokens=attempt.computed - attempt.hit_tokens)
+        if attempt.stream.finish is not None:
+            attempt.tasks.append(self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}"))
+        else:
+            self._reconsider(attempt)
+            self._hand_over_if_due(attempt)
 
     def _needed_blocks(self, attempt: PrefillAttempt) -> int:
         return self._host.loaded.kv_pool.spec.blocks_for(attempt.target_tokens)
@@ -235,7 +245,9 @@ class PrefillService:
             to_compute = sum(a.target_tokens - a.computed for _, a in self._attempts if a.blocks and not a.sampled)
             if to_compute >= 2 * self._host.engine.status().step_tokens or not self._take_blocks(self._waiting[0]):
                 return
-            self._start(self._waiting.popleft())
+            attempt = self._waiting.popleft()
+            with attempt.trace.active():
+                self._start(attempt)
 
     def _take_blocks(self, attempt: PrefillAttempt) -> bool:
         """Give an attempt the blocks it needs, cached ones first. False if there are too few."""
@@ -258,6 +270,8 @@ class PrefillService:
 
     def _start(self, attempt: PrefillAttempt) -> None:
         """Hand an admitted attempt to the engine; what is cached leaves before anything is computed."""
+        attempt.trace.end("prefill_queue", hit_tokens=attempt.hit_tokens)
+        attempt.trace.begin("prefill", hit_tokens=attempt.hit_tokens)
         message = attempt.submit
         spec = SequenceSpec(
             key=message.key,
@@ -299,8 +313,16 @@ class PrefillService:
         if ticket.transfer_id in self._stopped or attempt.stream.finish is not None or attempt.freeing is not None:
             return
         self._line.note(ticket)
-        export = self._sender.open(ticket, attempt.key, attempt.blocks)
-        attempt.exports[ticket.transfer_id] = self._exports[ticket.transfer_id] = export
+        with outside():  # A connection that this opens serves later requests, too.
+            export = self._sender.open(ticket, attempt.key, attempt.blocks)
+        attempt.trace.begin(
+            "kv_transfer",
+            ticket.transfer_id,
+            to=f"{ticket.holder.dc}/{ticket.holder.role}/{ticket.holder.instance}",
+            transfer_path="fabric" if ticket.holder.dc == self._host.me.dc else "wan",
+        )
+        attempt.exports[ticket.transfer_id] = export
+        self._exporting[ticket.transfer_id] = attempt
         export.advance(attempt.computed)
         if (missing_from := attempt.missing_from.get(ticket.transfer_id)) is not None:
             export.resolve_in_flight(missing_from)
@@ -308,37 +330,52 @@ class PrefillService:
         attempt.tasks.append(self._host.tasks.spawn(work, f"deliver {attempt.key}"))
 
     async def _deliver(self, attempt: PrefillAttempt, ticket: Ticket, export: KvExport) -> None:
-        began = self._host.now()
         try:
             await export.wait_delivered()
         except PddError as error:
+            attempt.trace.fail("kv_transfer", error, ticket.transfer_id)
             if ticket.transfer_id not in self._stopped:
                 await self._fail(attempt, error)
             return
-        network = "fabric" if ticket.holder.dc == self._host.me.dc else "wan"
-        self._host.metrics.transfer(network, "sent", export.sent_bytes, self._host.now() - began)
         logger.info(
             "kv_transfer_completed",
             request_id=attempt.key.request_id,
             to=f"{ticket.holder.dc}/{ticket.holder.role}",
             bytes=export.sent_bytes,
         )
-        attempt.exports.pop(ticket.transfer_id, None)
-        self._exports.pop(ticket.transfer_id, None)
+        self._account(attempt, export, "delivered")
+        self._forget_export(attempt, ticket.transfer_id)
         await self._free_if_done(attempt)
+
+    def _account(self, attempt: PrefillAttempt, export: KvExport, outcome: str) -> None:
+        """A transfer is over: count what it moved."""
+        network = "fabric" if export.ticket.holder.dc == self._host.me.dc else "wan"
+        self._host.metrics.transfer(network, "sent", export.sent_bytes, export.age_s)
+        attempt.trace.end(
+            "kv_transfer",
+            export.ticket.transfer_id,
+            transfer_bytes=export.sent_bytes,
+            goodput_bytes_per_s=export.sent_bytes / max(export.age_s, 1e-6),
+            outcome=outcome,
+        )
 
     async def _stop_export(self, transfer_id: str) -> None:
         """Never write under this transfer (again); returns once nothing of it is in flight."""
         now = self._host.now()
         self._stopped = {k: t for k, t in self._stopped.items() if now - t < TOMBSTONE_S} | {transfer_id: now}
-        export = self._exports.get(transfer_id)
-        if export is None:
+        attempt = self._exporting.get(transfer_id)
+        if attempt is None:
             return
+        export = attempt.exports[transfer_id]
+        if not export.ended:
+            # Before whoever waits for the delivery hears of the end: it is no failure.
+            self._account(attempt, export, "stopped")
         await export.cancel()
-        self._exports.pop(transfer_id, None)
-        attempt = self._attempts.find(export.key)
-        if attempt is not None:
-            attempt.exports.pop(transfer_id, None)
+        self._forget_export(attempt, transfer_id)
+
+    def _forget_export(self, attempt: PrefillAttempt, transfer_id: str) -> None:
+        attempt.exports.pop(transfer_id, None)
+        self._exporting.pop(transfer_id, None)
 
     def _reconsider(self, attempt: PrefillAttempt) -> None:
         """With the first token at hand: is RelayDecode still worth its while?"""
@@ -390,15 +427,18 @@ class PrefillService:
             covered_tokens=attempt.target_tokens,
             prompt_hash=hash_prompt(attempt.submit.prompt),
         )
+        attempt.trace.begin("handoff", to=f"{ticket.holder.dc}/{ticket.holder.role}/{ticket.holder.instance}")
         try:
             reply = await self._offer(ticket.holder, message)
             if not reply.accepted:
                 raise RemoteError("handoff_refused", f"{ticket.holder.role} refused the hand-over: {reply.reason}")
         except PddError as error:
             self._host.metrics.handoff("failed", len(message.ids))
+            attempt.trace.fail("handoff", error)
             await self._fail(attempt, error)
             return
         self._host.metrics.handoff("accepted", len(message.ids))
+        attempt.trace.end("handoff", tokens=len(message.ids))
         attempt.handed_over = True
         await self._free_if_done(attempt)
 
@@ -451,6 +491,7 @@ class PrefillService:
                 await self._stop_export(transfer_id)
             async with asyncio.timeout(self._host.lease_s):
                 await export.wait_delivered()
+            self._account(attempt, export, "delivered")
         except (TimeoutError, PddError) as error:
             logger.info("kv_not_kept", request_id=attempt.key.request_id, error=str(error) or "too late")
         self._kept.pop(attempt.key, None)
@@ -476,7 +517,7 @@ class PrefillService:
     async def _give_back(self, attempt: PrefillAttempt) -> None:
         for transfer_id in list(attempt.exports):
             await self._stop_export(transfer_id)
-        attempt.exports.clear()
+        attempt.trace.close("over")
         await self._host.release(attempt.key)
         self._admit()
 

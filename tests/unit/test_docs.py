@@ -135,3 +135,11 @@ def test_every_metric_is_documented_as_it_is() -> None:
         r"^\| `(pdd_\w+)` \| (\w+) \| (.*?) ?\|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE
     )
     assert {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows} == shown_metrics()
+
+
+def test_every_span_is_listed() -> None:
+    code = "".join(path.read_text() for folder in ("libs", "services") for path in (ROOT / folder).rglob("*.py"))
+    begun = set(re.findall(r"\.(?:begin|during|child)\(\s*\"(\w+)\"", code))
+    listed = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs" / "telemetry.md").read_text(), re.MULTILINE)
+    assert begun
+    assert begun <= {name for row in listed for name in re.findall(r"`(\w+)`", row)}

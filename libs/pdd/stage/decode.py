@@ -24,8 +24,9 @@ from pdd.stage.attempts import Attempts
 from pdd.stage.host import StageHost
 from pdd.stage.intake import KvIntake, Reservation
 from pdd.stage.output import OutputStream
+from pdd.telemetry.tracing import Trace
 from pdd.transfer.interface import KvReceiver
-from pdd.types import AttemptKey, Handoff, HandoffReply, Peer, TokenEvent
+from pdd.types import AttemptKey, Handoff, HandoffReply, Peer, Role, TokenEvent
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -38,6 +39,7 @@ class DecodeAttempt:
     kv: Reservation
     receiver: HandoffReceiver
     stream: OutputStream
+    trace: Trace
     generation: int = 0
     sampled: int = 0
     reported_bytes: int = 0
@@ -92,6 +94,8 @@ class DecodeStage:
         self._events = events
         self._intake = KvIntake(host, fabric=fabric, wan=wan, caches=caches, idle_share=idle_share)
         self.attempts: Attempts[DecodeAttempt] = Attempts(host.now)
+        self.decode_phase = "relay_decode" if host.me.role is Role.RELAY else "main_decode"
+        """What the span of its sampling is called."""
         host.on_abandoned = self._abandon
         host.on_beat = self._report_life
         host.reserved = lambda: sum(not a.started and not a.kv_freed for _, a in self.attempts)
@@ -127,9 +131,12 @@ class DecodeStage:
             kv=kv,
             receiver=HandoffReceiver(message.prompt, message.outputs, len(kv.tokens)),
             stream=OutputStream(message.key, len(message.prompt), message.outputs),
+            trace=Trace.here(attempt=message.key.attempt),
         )
         self.attempts.open(message.key, attempt)
         self._host.metrics.hit(len(kv.tokens), kv.hit_tokens)
+        path = "fabric" if message.source.dc == self._host.me.dc else "wan"
+        attempt.trace.begin("kv_receive", transfer_path=path, hit_tokens=kv.hit_tokens)
         self._host.watch(message.key, message.gateway)
         self._events.on_reserved(attempt)
         attempt.tasks.append(self._host.tasks.spawn(self._receive(attempt), f"receive {message.key}"))
@@ -147,6 +154,7 @@ class DecodeStage:
             self._host.metrics.handoff("taken_over", len(message.ids))
             attempt.stream.learn(attempt.receiver.ids)
             attempt.generation = attempt.receiver.generation
+            attempt.trace.end("handoff_wait")
             self._report(attempt, Phase.HANDED_OVER)
             self.start_if_ready(attempt)
             self._events.on_outputs(attempt)
@@ -178,9 +186,13 @@ class DecodeStage:
         for gateway, events in batches.items():
             self._host.publisher.publish(gateway, events)
         for attempt in grown:
-            if attempt.stream.finish is not None:
-                self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}")
-            self._events.on_outputs(attempt)
+            with attempt.trace.active():
+                attempt.trace.end("extend")
+                attempt.trace.begin(self.decode_phase)
+                if attempt.stream.finish is not None:
+                    attempt.trace.end(self.decode_phase, tokens=attempt.sampled)
+                    self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}")
+                self._events.on_outputs(attempt)
 
     async def fail(self, attempt: DecodeAttempt, error: PddError) -> None:
         """The attempt cannot go on here: say so and drop it."""
@@ -196,6 +208,7 @@ class DecodeStage:
         for task in attempt.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+        attempt.trace.close("over")
         await self.free_kv(attempt, keep=keep_kv)
         self._events.on_closed(attempt)
 
@@ -231,6 +244,7 @@ class DecodeStage:
             namespace=attempt.kv.namespace,
         )
         attempt.started = True
+        attempt.trace.begin("extend", tokens=len(outputs))
         # Queued here and now, so that a release that follows comes after it.
         added = self._host.engine.call(lambda engine: engine.add(spec))
         attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {attempt.key}"))
@@ -247,9 +261,13 @@ class DecodeStage:
         try:
             await self._intake.wait_ready(attempt.kv)
         except PddError as error:
+            attempt.trace.fail("kv_receive", error)
             if not attempt.kv_freed:
                 await self.fail(attempt, error)
             return
+        attempt.trace.end("kv_receive", transfer_bytes=attempt.kv.incoming.received_bytes)
+        if not attempt.receiver.owned:
+            attempt.trace.begin("handoff_wait")
         attempt.receiver.kv_complete()
         self._report(attempt, Phase.KV_READY)
         self.start_if_ready(attempt)

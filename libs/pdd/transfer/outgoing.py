@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
@@ -45,6 +46,7 @@ class KvExport:
         self.corrupted = 0
         """Pieces that arrived with a wrong checksum."""
         self.error: PddError | None = None
+        self._opened_s = time.monotonic()
         self._spec = spec
         self._max_piece_bytes = max_piece_bytes
         self._in_flight = ticket.in_flight_end > ticket.first_token
@@ -66,6 +68,11 @@ class KvExport:
     def done(self) -> bool:
         """Whether the receiver has all of it."""
         return not self._in_flight and self.acked_bytes == self.payload_bytes_total
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was opened."""
+        return time.monotonic() - self._opened_s
 
     @property
     def unsettled_bytes(self) -> int:
