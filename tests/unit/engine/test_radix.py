@@ -117,10 +117,10 @@ def test_the_journal_says_what_happened() -> None:
     cache.expect([a])
     blocks = cache.allocate(2)
     cache.publish(NAMESPACE, [1, 2], blocks)
-    cache.settle([a], stored=True)
+    cache.settle([a])
     cache.retire(NAMESPACE, [1, 2, 3, 4], blocks)
     cache.expect([b, c])
-    cache.settle([b, c], stored=False)
+    cache.settle([b, c])
     cache.release(cache.match(NAMESPACE, [1, 2]))
     cache.release(cache.allocate(1))
     kinds = KvEventKind
