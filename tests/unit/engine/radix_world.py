@@ -205,8 +205,10 @@ class World:
     def written(self, user: User) -> int:
         """How many leading whole blocks hold the KV that a user waits for, as a number of tokens."""
         ends = range(self.size, min(len(user.blocks) * self.size, len(user.tokens)) + 1, self.size)
-        there = [self.kv.get(block) == (user.namespace, user.tokens[:end]) for block, end in zip(user.blocks, ends)]
-        return self.size * next((index for index, is_there in enumerate(there) if not is_there), len(there))
+        for index, end in enumerate(ends):
+            if self.kv.get(user.blocks[index]) != (user.namespace, user.tokens[:end]):
+                return index * self.size
+        return len(ends) * self.size
 
     def held(self) -> set[int]:
         return {block for user in self.users for block in user.blocks}
@@ -264,7 +266,14 @@ class World:
         cache = self.cache
         references = [cache._pool.references(block) for block in range(1, self.total + 1)]
         nodes = {block: (node.last_use, len(node.children)) for block, node in cache._nodes.items()}
-        return list(cache._pool._free), references, cache.evictable_blocks, nodes, sorted(cache._leaves), cache.holdings()
+        return (
+            list(cache._pool._free),
+            references,
+            cache.evictable_blocks,
+            nodes,
+            sorted(cache._leaves),
+            cache.holdings(),
+        )
 
     # What must hold after each operation.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import sys
 import threading
 import time
 
@@ -15,6 +16,7 @@ import pdd.engine.radix
 from pdd.engine.block_pool import BlockPool
 from pdd.engine.radix import RadixCache
 from pdd.errors import CapacityError
+from pdd.kv import KvNamespace
 from pdd.prefix.hashing import next_hash
 from tests.unit.engine.radix_world import NAMESPACES, World
 
@@ -38,7 +40,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.world = World(size, BLOCKS)
 
     @rule(namespace=namespaces, letters=letters, tail=numbers, expect=numbers)
-    def start(self, namespace, letters, tail, expect) -> None:  # noqa: ANN001
+    def start(self, namespace: KvNamespace, letters: list[int], tail: int, expect: int) -> None:
         self.world.start(namespace, self.world.tokens(letters, tail), expect)
 
     @rule(pick=numbers, count=st.integers(1, 60))
@@ -88,7 +90,7 @@ class RadixMachine(RuleBasedStateMachine):
         self.world.give_back_what_is_not_held(block)
 
     @rule(namespace=namespaces, letters=letters)
-    def expect(self, namespace, letters) -> None:  # noqa: ANN001
+    def expect(self, namespace: KvNamespace, letters: list[int]) -> None:
         self.world.expect(namespace, self.world.tokens(letters, 0))
 
     @rule(pick=numbers)
@@ -144,7 +146,7 @@ def wander(world: World, random: random.Random) -> None:
 def test_a_long_life_ends_in_balance(size: int) -> None:
     """Errors in the books that need a long history to come up; and a look-up after eviction finds what is left."""
     world, chance = World(size, BLOCKS), random.Random(size)
-    for _ in range(5_000):
+    for _ in range(12_000):
         wander(world, chance)
         world.check()
     while world.users:
@@ -156,3 +158,90 @@ def test_a_long_life_ends_in_balance(size: int) -> None:
     world.check()
     assert (world.cache.free_blocks, world.cache.cached_blocks) == (BLOCKS, 0)
     assert world.cache.holdings().stored == world.cache.holdings().in_flight == frozenset()
+
+
+def test_blocks_whose_hashes_collide_are_told_apart_by_their_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A prompt gets KV of another with the same hash: hashes of one byte collide all the time."""
+    monkeypatch.setattr(pdd.engine.radix, "next_hash", lambda parent, block: next_hash(parent, block)[:1])
+    cache = RadixCache(BlockPool(301), 2)
+    for token in range(100):
+        for namespace in NAMESPACES:
+            cache.retire(namespace, [token, token], cache.allocate(1))
+    matched = [cache.match(namespace, [token, token]) for token in range(100) for namespace in NAMESPACES]
+    assert len({block for blocks in matched for block in blocks}) == cache.cached_blocks == 300
+    assert cache.match(NAMESPACES[0], [100, 100]) == []
+
+
+class Visitor(threading.Thread):
+    """Looks up, computes, publishes and leaves, over and over. `kv` says whose KV is in which block."""
+
+    def __init__(self, cache: RadixCache, kv: dict[int, tuple[object, ...]], seed: int, until: float) -> None:
+        super().__init__(name=f"visitor-{seed}")
+        self.cache, self.kv, self.random, self.until = cache, kv, random.Random(seed), until
+        self.visits = self.refusals = 0
+        self.error: BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            while time.monotonic() < self.until:
+                self.visit()
+        except BaseException as error:
+            self.error = error
+
+    def visit(self) -> None:
+        namespace = NAMESPACES[self.random.randrange(2)]
+        tokens = tuple(self.random.randrange(2) for _ in range(2 * self.random.randrange(1, 6)))
+        blocks = self.cache.match(namespace, tokens[:-1])
+        matched = len(blocks)
+        try:
+            blocks += self.cache.allocate(len(tokens) // 2 - matched)
+        except CapacityError:
+            self.refusals += 1
+            self.cache.release(blocks)
+            return
+        chains = [(namespace, tokens[: 2 * index + 2]) for index in range(len(blocks))]
+        for block, chain in list(zip(blocks, chains, strict=True))[matched:]:
+            self.kv[block] = chain
+        if self.random.random() < 0.5:
+            self.cache.publish(namespace, tokens, blocks)
+        assert [self.kv[block] for block in blocks] == chains, "KV of others in a block that is in use"
+        if self.random.random() < 0.8:
+            self.cache.retire(namespace, tokens, blocks)
+        else:
+            self.cache.release(blocks)
+        self.visits += 1
+
+
+def test_threads_that_share_a_cache_leave_it_in_balance() -> None:
+    """The network side reserves while the step loop retires: a lost update would lose blocks or give one to both."""
+    cache = RadixCache(BlockPool(BLOCKS + 1), 2)
+    told: list[None] = []
+    cache.on_free.append(lambda: told.append(None))
+    replayed = World(2, BLOCKS)
+    until = time.monotonic() + 1.5
+    kv: dict[int, tuple[object, ...]] = {}
+    visitors = [Visitor(cache, kv, seed, until) for seed in range(3)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for visitor in visitors:
+            visitor.start()
+        while any(visitor.is_alive() for visitor in visitors):
+            held = cache.holdings()
+            assert held.pinned <= held.stored
+            for change in cache.journal.take():
+                replayed.replay(change)
+    finally:
+        sys.setswitchinterval(interval)
+        for visitor in visitors:
+            visitor.join()
+    assert [visitor.error for visitor in visitors] == [None, None, None]
+    assert min(visitor.visits for visitor in visitors) > 50
+    assert sum(visitor.refusals for visitor in visitors) > 0
+    for change in cache.journal.take():
+        replayed.replay(change)
+    now = cache.holdings()
+    assert (now.stored, now.pinned, now.in_flight) == (replayed.stored, set(), set())
+    assert cache.evictable_blocks == cache.cached_blocks == BLOCKS - cache.free_blocks
+    assert len(told) == sum(visitor.visits + visitor.refusals for visitor in visitors)
+    assert sorted(cache.allocate(BLOCKS)) == list(range(1, BLOCKS + 1))
