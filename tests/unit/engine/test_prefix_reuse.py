@@ -1,9 +1,8 @@
-"""An engine that remembers KV answers as one that does not: whatever was shared, evicted, aborted or computed beside it."""
+"""An engine that remembers KV answers as one that does not, whatever was shared, evicted, aborted or run beside it."""
 
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import pytest
@@ -16,7 +15,7 @@ from pdd.engine.engine import Engine, SequenceSpec, generate
 from pdd.engine.loading import LoadedEngine, load_engine
 from pdd.errors import CapacityError
 from pdd.kv import KvNamespace
-from pdd.types import AttemptKey, Sampling, StopRule
+from pdd.types import AttemptKey, KvEventKind, Sampling, StopRule
 from tests.unit.engine.conftest import Tiny
 
 NAMESPACES = (KvNamespace(), KvNamespace(salt="tenant"))
@@ -124,7 +123,8 @@ class ReuseMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(1, 6))
     def step(self, steps: int) -> None:
         for _ in range(steps):
-            self.step_once()
+            if self.asked:
+                self.step_once()
 
     @precondition(lambda self: self.asked)
     @rule(pick=st.integers(0, 9))
@@ -148,18 +148,20 @@ class ReuseMachine(RuleBasedStateMachine):
     @invariant()
     def cached_blocks_are_never_written(self) -> None:
         nodes = self.cache._nodes
+        changes = self.cache.journal.take()
+        removed = {name for change in changes if change.kind is KvEventKind.REMOVED for name in change.hashes}
+        self.shown = {block: shown for block, shown in self.shown.items() if shown.name not in removed}
         for block, node in nodes.items():
             shown = Shown(node.hash, zlib.crc32(self.loaded.kv_pool.block(block)))
             before = self.shown.get(block)
-            assert before is None or before.name != shown.name or before == shown
+            assert before in (None, shown)
             self.shown[block] = shown
-        self.shown = {block: shown for block, shown in self.shown.items() if block in nodes}
 
     @invariant()
     def books_balance(self) -> None:
         cache = self.cache
-        used = sum(not cache._is_used(node) for node in cache._nodes.values())
-        assert used == cache.evictable_blocks
+        unused = sum(not cache._is_used(node) for node in cache._nodes.values())
+        assert unused == cache.evictable_blocks
         held = {
             block for one in (*self.engine._admitted.values(), *self.engine._waiting.values()) for block in one.blocks
         }
@@ -194,18 +196,24 @@ class ReuseMachine(RuleBasedStateMachine):
                 assert outputs == self.oracle.answer(asked)
 
     def give_up_the_youngest(self) -> None:
-        raise AssertionError("stalled")
+        """Those that wait hold what they have found, and so may leave no room for the first of them."""
+        assert self.engine.status().running == 0
+        assert len(self.engine._waiting) > 1, "one that is alone fits"
+        youngest = list(self.engine._waiting)[-1]
+        asked = self.asked.pop(youngest)
+        self.engine.release(youngest)
+        self.add(asked)
 
 
 @pytest.fixture(scope="module")
-def oracle(tiny: Tiny) -> Iterator[Oracle]:
-    yield Oracle(tiny)
+def oracle(tiny: Tiny) -> Oracle:
+    return Oracle(tiny)
 
 
 def test_answers_are_those_of_an_engine_without_a_cache(tiny: Tiny, oracle: Oracle) -> None:
     """Text of others, or of an earlier life of a block, in an answer; a shared block that is written."""
     machine = type("Machine", (ReuseMachine,), {"loaded": load(tiny), "oracle": oracle})
-    run_state_machine_as_test(machine, settings=settings(max_examples=40, stateful_step_count=30, deadline=None))
+    run_state_machine_as_test(machine, settings=settings(max_examples=200, stateful_step_count=40, deadline=None))
 
 
 @pytest.mark.parametrize("size", [1, 16])
