@@ -6,8 +6,9 @@ belongs to a user (a sequence, a reservation). Blocks that nobody uses are evict
 first, the longest unused first.
 
 Two rules make the count of evictable blocks exact. Whoever uses a block uses all its ancestors, since users come in by
-`match`, which begins at the root, and by `publish`, which stops where the tree has another's copy. And eviction takes
-leaves only. So `free + evictable + referenced == total`, and any evictable block can be evicted in the end.
+`match`, which begins at the root, and by `publish`, which stops where the tree has another's copy; and users give up a
+chain from its end or as a whole. And eviction takes leaves only. So `free + evictable + referenced == total`, and any
+evictable block can be evicted in the end.
 
 Safe to use from any thread: the network side reserves and matches while the step loop runs.
 """
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from pdd.engine.block_pool import BlockPool
+from pdd.engine.kv_pool import NULL_BLOCK
 from pdd.errors import CapacityError
 from pdd.kv import KvNamespace
 from pdd.prefix.hashing import next_hash, root_hash
@@ -29,10 +31,11 @@ from pdd.prefix.journal import Holdings, KvJournal
 from pdd.types import KvEventKind
 
 
-@dataclass(eq=False, slots=True)
+@dataclass(eq=False, repr=False, slots=True)
 class _Node:
     """One cached block. A root stands for a namespace and has no block."""
 
+    namespace: KvNamespace
     hash: bytes
     block: int
     parent: _Node | None
@@ -117,38 +120,54 @@ class RadixCache:
             while self._pool.free_blocks < count:
                 evicted.append(self._evict_one())
             self.journal.record(KvEventKind.REMOVED, evicted)
+            self.journal.record(KvEventKind.IN_FLIGHT, [one for one in evicted if one in self._in_flight])
             return self._pool.allocate(count)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Take a further reference to blocks that somebody holds. Raises `ValueError` if one is free."""
+        """Take a further reference to blocks that somebody holds, and so to all blocks before them.
+
+        Raises `ValueError`, changing nothing, if nobody uses one.
+        """
         with self._lock:
+            self._require_used(blocks)
             self._pool.incref(blocks)
 
     def publish(self, namespace: KvNamespace, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Enter `blocks`, which hold verified KV of `tokens`; the caller goes on using them.
 
-        Only whole blocks are entered, up to the first that the tree has in another's copy.
+        Only whole blocks are entered, up to the first that the tree has in another's copy. Raises `ValueError`,
+        changing nothing, if nobody uses one of `blocks`.
         """
         with self._lock:
-            new = self._enter(namespace, tokens, blocks, past_copies=False)
-            self.journal.record(KvEventKind.STORED, new)
-            self.journal.record(KvEventKind.PINNED, new)
+            self._require_used(blocks)
+            new, _ = self._enter(namespace, tokens, blocks, past_copies=False)
+            self.journal.record(KvEventKind.STORED, [node.hash for node in new])
+            self.journal.record(KvEventKind.PINNED, [node.hash for node in new])
 
     def retire(self, namespace: KvNamespace, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Enter `blocks`, which hold verified KV of `tokens` and perhaps more, and give them up.
 
-        Where the tree has another's copy of a block, the caller's is free afterwards.
+        Where the tree has another's copy of a block, the caller's is free afterwards. Raises as `release` does.
         """
         with self._lock:
-            new = self._enter(namespace, tokens, blocks, past_copies=True)
-            self.journal.record(KvEventKind.STORED, new)
-            self._release(blocks, never_pinned=set(new))
+            self._require_used(blocks)
+            new, copies = self._enter(namespace, tokens, blocks, past_copies=True)
+            self.journal.record(KvEventKind.STORED, [node.hash for node in new])
+            self._touch([node for node in copies if not self._is_used(node)])
+            unpinned = self._release(blocks)
+            entered = {node.hash for node in new}
+            self.journal.record(KvEventKind.PINNED, [node.hash for node in new if self._is_used(node)])
+            self.journal.record(KvEventKind.UNPINNED, [one for one in unpinned if one not in entered])
         self._tell_freed()
 
     def release(self, blocks: Sequence[int]) -> None:
-        """Give up one reference to each block. Those that are cached stay so. Raises `ValueError` as `decref` does."""
+        """Give up one reference to each block (two to one that is listed twice). Those that are cached stay so.
+
+        Raises `ValueError`, changing nothing, if there are not as many: the cache's own is not for users to give up.
+        """
         with self._lock:
-            self._release(blocks, never_pinned=set())
+            self._require_used(blocks)
+            self.journal.record(KvEventKind.UNPINNED, self._release(blocks))
         self._tell_freed()
 
     def expect(self, hashes: Sequence[bytes]) -> None:
@@ -156,21 +175,23 @@ class RadixCache:
         if not self._enabled:
             return
         with self._lock:
-            new = [one for one in hashes if one not in self._in_flight and one not in self._stored]
+            new = [one for one in dict.fromkeys(hashes) if one not in self._in_flight and one not in self._stored]
             self._in_flight.update(hashes)
             self.journal.record(KvEventKind.IN_FLIGHT, new)
 
-    def settle(self, hashes: Sequence[bytes], *, stored: bool) -> None:
-        """These blocks, each announced by `expect`, are `stored` by now, or will not come that way."""
+    def settle(self, hashes: Sequence[bytes]) -> None:
+        """Of these blocks, each announced by `expect`, nothing more will come that way.
+
+        Those that came have been published before; the others are taken back.
+        """
         if not self._enabled:
             return
         with self._lock:
             self._in_flight.subtract(hashes)
-            ended = [one for one in hashes if self._in_flight[one] <= 0]
+            ended = [one for one in dict.fromkeys(hashes) if self._in_flight[one] <= 0]
             for one in ended:
                 del self._in_flight[one]
-            if not stored:
-                self.journal.record(KvEventKind.REMOVED, [one for one in ended if one not in self._stored])
+            self.journal.record(KvEventKind.REMOVED, [one for one in ended if one not in self._stored])
 
     def holdings(self) -> Holdings:
         """All that is held right now, and the number of the journal's newest change."""
@@ -197,42 +218,62 @@ class RadixCache:
     def _is_used(self, node: _Node) -> bool:
         return self._pool.references(node.block) > 1
 
+    def _require_used(self, blocks: Sequence[int]) -> None:
+        """Raise `ValueError` unless each block has as many users as it is listed times."""
+        for block, times in Counter(blocks).items():
+            is_one = NULL_BLOCK < block <= self.total_blocks
+            if not is_one or self._pool.references(block) - (block in self._nodes) < times:
+                raise ValueError(f"KV block {block} is not held {times} times")
+
     def _enter(
         self, namespace: KvNamespace, tokens: Sequence[int], blocks: Sequence[int], *, past_copies: bool
-    ) -> list[bytes]:
-        """Add nodes, each used by the caller; their hashes."""
+    ) -> tuple[list[_Node], list[_Node]]:
+        """Add nodes, each used by the caller. Those, and the copies of others that were passed on the way."""
+        new: list[_Node] = []
+        copies: list[_Node] = []
         if not self._enabled:
-            return []
+            return new, copies
         node = self._roots.get(namespace)
         if node is None:
-            node = _Node(root_hash(namespace.salt, namespace.fidelity), -1, None, ())
-            self._roots[namespace] = node
-        new: list[bytes] = []
+            node = _Node(namespace, root_hash(namespace.salt, namespace.fidelity), -1, None, ())
         for key, block in zip(self._keys(tokens), blocks, strict=False):
             child = node.children.get(key)
             if child is None:
-                child = _Node(next_hash(node.hash, key), block, node, key)
+                # Another user of a block below a copy does not use the copy, which could then not be evicted though
+                # nobody uses it. A block that is cached for other tokens is never entered a second time.
+                if block in self._nodes or (copies and self._pool.references(block) > 1):
+                    break
+                child = _Node(namespace, next_hash(node.hash, key), block, node, key)
                 self._pool.incref([block])
                 node.children[key] = self._nodes[block] = child
                 self._stored.add(child.hash)
-                new.append(child.hash)
-            elif child.block != block and not past_copies:
-                break
+                new.append(child)
+                if node.parent is None:
+                    self._roots[namespace] = node
+            elif child.block != block:
+                if not past_copies:
+                    break
+                copies.append(child)
             node = child
-        return new
+        return new, copies
 
-    def _release(self, blocks: Sequence[int], *, never_pinned: set[bytes]) -> None:
+    def _release(self, blocks: Sequence[int]) -> list[bytes]:
+        """Give up references that are there; hashes of the cached blocks that nobody uses any more."""
         self._pool.decref(blocks)
-        tick = next(self._ticks)
         unused = [
             node for block in dict.fromkeys(blocks) if (node := self._nodes.get(block)) and not self._is_used(node)
         ]
+        self._unused += len(unused)
+        self._touch(unused)
+        return [node.hash for node in unused]
+
+    def _touch(self, unused: Sequence[_Node]) -> None:
+        """These, which nobody uses, were in use until now."""
+        tick = next(self._ticks)
         for node in unused:
             node.last_use = tick
             if not node.children:
                 self._offer(node)
-        self._unused += len(unused)
-        self.journal.record(KvEventKind.UNPINNED, [node.hash for node in unused if node.hash not in never_pinned])
 
     def _offer(self, leaf: _Node) -> None:
         """Put a leaf that nobody uses up for eviction."""
@@ -260,7 +301,7 @@ class RadixCache:
         del parent.children[node.tokens]
         if parent.parent is None:
             if not parent.children:
-                self._roots = {namespace: root for namespace, root in self._roots.items() if root is not parent}
+                del self._roots[node.namespace]
         elif not parent.children and not self._is_used(parent):
             self._offer(parent)
         return node.hash

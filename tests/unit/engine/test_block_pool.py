@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -61,6 +63,10 @@ class BlockPoolMachine(RuleBasedStateMachine):
     def books_balance(self) -> None:
         assert self.pool.free_blocks + len(self.held()) == self.pool.total_blocks == BLOCKS - 1
         assert self.held() <= set(range(1, BLOCKS))
+        references = Counter(block for blocks in self.holders for block in blocks)
+        assert [self.pool.references(block) for block in range(BLOCKS)] == [
+            references[block] for block in range(BLOCKS)
+        ]
 
     def held(self) -> set[int]:
         return {block for blocks in self.holders for block in blocks}

@@ -117,10 +117,10 @@ def test_the_journal_says_what_happened() -> None:
     cache.expect([a])
     blocks = cache.allocate(2)
     cache.publish(NAMESPACE, [1, 2], blocks)
-    cache.settle([a], stored=True)
+    cache.settle([a])
     cache.retire(NAMESPACE, [1, 2, 3, 4], blocks)
     cache.expect([b, c])
-    cache.settle([b, c], stored=False)
+    cache.settle([b, c])
     cache.release(cache.match(NAMESPACE, [1, 2]))
     cache.release(cache.allocate(1))
     kinds = KvEventKind
@@ -146,3 +146,57 @@ def test_entries_of_the_eviction_order_do_not_pile_up() -> None:
     for _ in range(100):
         cache.release(cache.match(NAMESPACE, [1, 2]))
     assert len(cache._leaves) <= 4
+
+
+def test_what_only_the_cache_holds_cannot_be_given_back() -> None:
+    """A second free of a cached block would put it on the free list while the tree still gives it to others."""
+    cache = make(4)
+    [block] = remember(cache, 1, 2)
+    for refused in (cache.release, cache.share):
+        with pytest.raises(ValueError, match=f"KV block {block} is not held"):
+            refused([block])
+    with pytest.raises(ValueError, match="not held"):
+        cache.retire(NAMESPACE, [3, 4, 1, 2], [*cache.allocate(1), block])
+    assert (cache.free_blocks, cache.evictable_blocks, cache.peek(NAMESPACE, [3, 4])) == (2, 1, 0)
+
+
+def test_what_others_use_is_not_kept_below_a_copy_that_they_do_not_use() -> None:
+    """The copy would count as evictable though a block in use is below it: a plan for it would never come true."""
+    cache = make(4)
+    remember(cache, 1, 2)
+    blocks = cache.allocate(2)
+    cache.share(blocks)
+    cache.retire(NAMESPACE, [1, 2, 3, 4], blocks)
+    assert cache.peek(NAMESPACE, [1, 2, 3, 4]) == 2
+    assert len(cache.allocate(cache.available_blocks)) == 2
+
+
+def test_a_block_is_never_cached_for_two_chains() -> None:
+    cache = make(4)
+    blocks = cache.allocate(1)
+    cache.publish(NAMESPACE, [1, 2], blocks)
+    cache.publish(NAMESPACE, [3, 4], blocks)
+    cache.retire(KvNamespace(fidelity="float8"), [1, 2], blocks)
+    assert (cache.cached_blocks, cache.evictable_blocks, cache.free_blocks) == (1, 1, 3)
+    assert cache.peek(NAMESPACE, [3, 4]) == 0
+
+
+def test_namespaces_without_blocks_are_forgotten() -> None:
+    """Or memory grows with each tenant that ever came, whether anything of it was cached or not."""
+    cache = make(4)
+    for tenant in range(50):
+        remember(cache, 1, 2, namespace=KvNamespace(salt=str(tenant)))
+        remember(cache, 1, namespace=KvNamespace(salt=f"short {tenant}"))
+    assert len(cache._roots) == cache.cached_blocks <= 4
+
+
+def test_what_is_evicted_while_it_is_on_its_way_is_something_to_wait_for_again() -> None:
+    cache = make(1)
+    [a] = block_hashes([1, 2], 2)
+    remember(cache, 1, 2)
+    cache.expect([a])
+    cache.release(cache.allocate(1))
+    assert cache.holdings().in_flight == {a}
+    cache.settle([a])
+    changes = [change.kind for change in cache.journal.take()]
+    assert changes == [KvEventKind.STORED, KvEventKind.REMOVED, KvEventKind.IN_FLIGHT, KvEventKind.REMOVED]
