@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Iterator
 from dataclasses import dataclass, field
@@ -20,6 +21,7 @@ from pdd.model.tokenizer import Tokenizer, load_tokenizer
 
 SETTLE_S = 5.0
 OPTIONS = MeshOptions(
+    main_decode=2,
     dtype="float32",
     pool_tokens=12_288,
     wan_mbps=500.0,
@@ -96,6 +98,32 @@ class Client:
         answer = response.json()
         choice = answer["choices"][0]
         return Answer(choice["token_ids"], choice["text"], choice["finish_reason"], answer["usage"], response.headers)
+
+    async def stream(self, prompt: list[int], *, max_tokens: int, **fields: Any) -> list[int]:
+        """The IDs of a streamed completion, chunk by chunk; it must end once, and well."""
+        body = {
+            "model": self.model_name,
+            "prompt": prompt,
+            "max_tokens": max_tokens,
+            "temperature": 0,
+            "return_token_ids": True,
+            "stream": True,
+            **fields,
+        }
+        ids: list[int] = []
+        finishes: list[str] = []
+        async with self.http.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200, await response.aread()
+            async for line in response.aiter_lines():
+                if not line.startswith("data: ") or line == "data: [DONE]":
+                    continue
+                chunk = json.loads(line.removeprefix("data: "))
+                assert "error" not in chunk, chunk
+                for choice in chunk["choices"]:
+                    ids += choice.get("token_ids") or []
+                    finishes += [choice["finish_reason"]] if choice["finish_reason"] else []
+        assert finishes == ["length"]
+        return ids
 
     async def instances(self) -> list[dict[str, Any]]:
         """What `/mesh` says."""

@@ -92,7 +92,7 @@ def test_one_bare_engine(
 async def test_every_way_through_the_mesh(
     client: Client, asked: list[list[int]], greedy: list[Drawn], way: str
 ) -> None:
-    answers = await ask_all(client, asked, **WAYS[way])
+    answers = await ask_all(client, asked, cache_salt=way, **WAYS[way])
     for prompt, answer, (tokens, margins) in zip(asked, answers, greedy, strict=True):
         assert answer.ids == tokens, explain(len(prompt), answer.ids, tokens, margins)
         assert answer.finish == "length"
@@ -100,9 +100,22 @@ async def test_every_way_through_the_mesh(
     await books_balance(client)
 
 
+async def test_cached_kv_changes_no_token(client: Client, asked: list[list[int]], greedy: list[Drawn]) -> None:
+    """The same prompts again, when Prefill and perhaps MainDecode remember them."""
+    for way in ("pd-wan", "handoff at 7"):
+        answers = await ask_all(client, asked, cache_salt=way, **WAYS[way])
+        for prompt, answer, (tokens, margins) in zip(asked, answers, greedy, strict=True):
+            assert answer.ids == tokens, explain(len(prompt), answer.ids, tokens, margins)
+            assert answer.report["recomputed_prompt_tokens"] == 0
+        cached = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in answers]
+        assert sum(cached) > 0.5 * sum(map(len, asked))
+        assert all(hit < len(prompt) for hit, prompt in zip(cached, asked, strict=True))
+    await books_balance(client)
+
+
 async def test_kv_leaves_while_later_chunks_still_compute(client: Client, asked: list[list[int]]) -> None:
     """After the last chunk only what was left of the line's work is left: most KV had crossed by then."""
-    answer = await client.complete(asked[-1], max_tokens=2, pipeline="pd-wan", ignore_eos=True)
+    answer = await client.complete(asked[-1], max_tokens=2, pipeline="pd-wan", ignore_eos=True, cache_salt="cold")
     report = answer.report
     whole_ms = report["kv_wan_bytes"] * 8 / (OPTIONS.wan_mbps * 1e6) * 1e3
     assert report["kv_ready_ms"] - report["prefill_done_ms"] < 0.5 * whole_ms
@@ -133,7 +146,7 @@ def check_report(answer: Answer, prompt_tokens: int, how: dict[str, object]) -> 
 @pytest.mark.parametrize("way", ["pd-wan", "pd-local", "handoff at 7", "handoff right before the last token"])
 async def test_seeded_sampling(client: Client, asked: list[list[int]], seeded: list[Drawn], way: str) -> None:
     fields = {"temperature": SEEDED.temperature, "top_p": SEEDED.top_p, "top_k": SEEDED.top_k, "seed": SEEDED.seed}
-    answers = await ask_all(client, asked[:8], **WAYS[way], **fields)
+    answers = await ask_all(client, asked[:8], cache_salt=f"seeded, {way}", **WAYS[way], **fields)
     for prompt, answer, (tokens, margins) in zip(asked, answers, seeded, strict=False):
         assert answer.ids == tokens, explain(len(prompt), answer.ids, tokens, margins)
 
