@@ -13,16 +13,16 @@ from typing import Annotated
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from pdd.errors import ConfigError, PddError
 from pdd.local import demo as demonstration
 from pdd.local import logs as log_files
+from pdd.local import status_view
 from pdd.local.background import ERROR_MARK, interrupt_on_sigterm, stay
-from pdd.local.instances import live_instances
 from pdd.local.mesh import LocalMesh
 from pdd.local.plan import PACES, MeshOptions
 from pdd.local.state import RunState, StateDir, default_state_dir
+from pdd.local.status import mesh_status
 from pdd.local.supervisor import StartError, last_lines, stop_leftovers
 from pdd.types import Pipeline
 
@@ -110,24 +110,19 @@ def up(
 
 
 @app.command()
-def status() -> None:
-    """Show the live instances and their load."""
+def status(
+    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, with all figures of each beat.")] = False,
+) -> None:
+    """Show the live instances and their load, the gateway's figures and the cache's."""
     with _one_line_errors():
         state = _running()
-        instances = live_instances(state.gateway_url)
-        if instances is None:
+        now = mesh_status(state)
+        if now is None:
             raise ConfigError(f"the gateway at {state.gateway_url} does not answer; see `pdd logs gateway`")
-        table = Table(title=f"Mesh at {state.gateway_url}", title_justify="left", box=None, pad_edge=False)
-        for heading in ("dc", "role", "name"):
-            table.add_column(heading, no_wrap=True)
-        for heading in ("pid", "running", "waiting", "reserved", "free blocks", "tokens"):
-            table.add_column(heading, justify="right", no_wrap=True)
-        for one in instances:
-            load = one.load
-            running, blocks = f"{load.running}/{load.seats}", f"{load.free_blocks}/{load.total_blocks}"
-            counts = (one.pid, running, load.waiting, load.reserved, blocks, load.output_tokens)
-            table.add_row(one.dc, one.role, one.instance, *map(str, counts))
-        console.print(table)
+        if as_json:
+            print(msgspec.json.encode(now).decode())
+        else:
+            status_view.show(console, now)
 
 
 @app.command()

@@ -52,7 +52,18 @@ class LineSettings(BaseSettings):
     )
 
 
-class StageSettings(ProcessSettings, LineSettings):
+class MetricsSettings(BaseSettings):
+    """Where a process that is no web server shows its metrics; the gateway shows its own beside its API."""
+
+    model_config = SettingsConfigDict(env_prefix="PDD_", extra="ignore", frozen=True, env_ignore_empty=True)
+
+    metrics_host: str = Field("127.0.0.1", description="Address Prometheus' metrics are served on.")
+    metrics_port: int = Field(
+        0, ge=0, le=65535, description="Port Prometheus' metrics are served on (`/metrics`); 0: any free one."
+    )
+
+
+class StageSettings(ProcessSettings, LineSettings, MetricsSettings):
     """Settings of the three stages: prefill, relay, main_decode."""
 
     model: Path = Field(Path(), description="GGUF file or Hugging Face directory of the model.")
@@ -60,6 +71,7 @@ class StageSettings(ProcessSettings, LineSettings):
     max_model_len: int | None = Field(None, gt=1, description="Longest prompt + output; empty: the model's own.")
     block_size: int = Field(16, ge=1, le=1024, description="Tokens per KV block.")
     pool_tokens: int = Field(16_384, gt=0, description="Tokens that the KV pool holds.")
+    prefix_cache: bool = Field(True, description="Keep the KV of earlier prompts and answers (prefill, main_decode).")
     step_tokens: int = Field(512, gt=0, description="Token budget of one engine step.")
     max_running: int = Field(16, gt=0, description="Sequences that run at once (seats).")
     threads: int = Field(1, gt=0, description="Intra-op threads of the engine.")
@@ -76,6 +88,13 @@ class StageSettings(ProcessSettings, LineSettings):
     kv_connections: int = Field(4, ge=1, le=64, description="TCP connections of the KV stream per peer.")
     kv_window_bytes: int = Field(
         2 << 20, ge=1 << 16, description="KV bytes in flight per peer (sent, not acknowledged as applied)."
+    )
+    max_waiting: int = Field(256, ge=0, description="Requests that may wait for prefill; more are refused.")
+    held_for_wan_share: float = Field(
+        0.4, gt=0, le=1, description="Share of prefill's pool above which prompts waiting for the WAN stop admission."
+    )
+    idle_reserved_share: float = Field(
+        0.3, gt=0, le=1, description="Share of main_decode's pool that reservations may hold while their KV is awaited."
     )
     lease_s: float = Field(
         30.0, gt=0, description="An attempt is dropped after this long without a beat of its gateway (s)."
@@ -115,6 +134,7 @@ class GatewaySettings(ProcessSettings, LineSettings):
         ge=1,
         description="Longest answer of a chat that names no limit; MainDecode holds KV blocks for all of it.",
     )
+    max_waiting: int = Field(256, ge=0, description="Requests that may wait for room, per layout; more get 503.")
     queue_timeout_s: float = Field(30.0, gt=0, description="Longest wait for a stage with room; then 503 (s).")
     stall_timeout_s: float = Field(60.0, gt=0, description="An attempt without any progress fails after this (s).")
     max_attempts: int = Field(3, ge=1, le=16, description="Attempts per request before the client gets an error.")
@@ -122,7 +142,7 @@ class GatewaySettings(ProcessSettings, LineSettings):
     max_body_bytes: int = Field(8 << 20, gt=0, description="Largest request body accepted.")
 
 
-class CacheSettings(ProcessSettings):
+class CacheSettings(ProcessSettings, MetricsSettings):
     """Settings of the cache service (prefix index)."""
 
     redis_url: str = Field("redis://127.0.0.1:6379/0", description="Redis or Valkey that holds the prefix index.")

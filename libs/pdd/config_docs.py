@@ -35,6 +35,8 @@ _OTHER_VARIABLES = """## Variables of others
 
 | variable | read by | meaning |
 |---|---|---|
+| `OTEL_EXPORTER_OTLP_ENDPOINT` | every process | OTLP/HTTP collector that spans go to; unset: none are recorded. |
+| `OTEL_*` | every process | OpenTelemetry's other variables; see [telemetry](telemetry.md#settings). |
 | `UCX_TLS` | NIXL (UCX) | Transports of the fabric; `pdd up` sets `tcp,self` unless it is set. |
 | `UCX_NET_DEVICES` | NIXL (UCX) | Network interface of the fabric. |
 | `XDG_CACHE_HOME` | `pdd` | Parent of the folder that keeps the default model; unset: `~/.cache`. |

@@ -1,4 +1,4 @@
-"""What every process of the mesh does around its own work: settings, logs, signals, exit status."""
+"""What every process of the mesh does around its own work: settings, logs, spans, signals, exit status."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import uvloop
 
 from pdd.config import ProcessSettings, load
 from pdd.errors import ConfigError, PddError
-from pdd.telemetry import logs
+from pdd.telemetry import export, logs
 from pdd.types import Peer, Role
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -32,7 +32,8 @@ def run(kind: type[SettingsT], role: Role, serve: Callable[[SettingsT, Peer, asy
         me = settings.peer(role)
         logs.configure(settings.log_level, me)
         _pin(settings.cores)
-        uvloop.run(_until_signal(settings, me, serve))
+        with export.exporting(me):
+            uvloop.run(_until_signal(settings, me, serve))
     except PddError as error:
         print(f"{role}: {error}", file=sys.stderr)
         sys.exit(1)

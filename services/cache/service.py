@@ -7,6 +7,7 @@ view.
 from __future__ import annotations
 
 import asyncio
+import time
 
 import structlog
 from redis.exceptions import RedisError
@@ -17,7 +18,9 @@ from pdd.mesh.messages import Beat, KvEvent, Lookup, LookupReply
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.prefix.index import PrefixIndex
 from pdd.tasks import Tasks
+from pdd.telemetry.tracing import Trace
 from pdd.types import Peer, Role
+from services.cache.metrics import CacheMetrics
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -27,12 +30,22 @@ _EVENTS_AT_ONCE = 4096
 class CacheService:
     """See the module. `timeout_s` bounds each operation on the index."""
 
-    def __init__(self, bus: Bus, me: Peer, index: PrefixIndex, registry: Registry, *, timeout_s: float) -> None:
+    def __init__(
+        self,
+        bus: Bus,
+        me: Peer,
+        index: PrefixIndex,
+        registry: Registry,
+        *,
+        timeout_s: float,
+        metrics: CacheMetrics | None = None,
+    ) -> None:
         self._bus = bus
         self._me = me
         self._index = index
         self._registry = registry
         self._timeout_s = timeout_s
+        self._metrics = metrics or CacheMetrics(None)
         self._events: asyncio.Queue[KvEvent] = asyncio.Queue(_EVENTS_AT_ONCE)
         self._fingerprints: dict[Peer, str] = {}
         self._tasks = Tasks()
@@ -55,14 +68,26 @@ class CacheService:
 
     async def lookup(self, message: Lookup) -> LookupReply:
         """Leading blocks held per instance; nothing if the index is slow or down, or the instance no longer alive."""
+        started = time.perf_counter()
+        trace = Trace.here()
         try:
-            async with asyncio.timeout(self._timeout_s):
-                hits = await self._index.lookup(message.fingerprint, message.hashes)
+            with trace.during("lookup", blocks=len(message.hashes)):
+                async with asyncio.timeout(self._timeout_s):
+                    hits = await self._index.lookup(message.fingerprint, message.hashes)
+                live = {(beat.peer.dc, beat.peer.role, beat.peer.instance) for beat in self._registry.live()}
+                held = [hit for hit in hits if (hit.dc, hit.role, hit.instance) in live]
+                longest = max((hit.blocks for hit in held), default=0)
+                trace.end("lookup", hit_instances=len(held), hit_blocks=longest)
         except (TimeoutError, RedisError, OSError) as error:
             logger.warning("index_unavailable", error=str(error) or type(error).__name__)
+            self._metrics.lookup("unavailable", 0, time.perf_counter() - started)
             return LookupReply([])
         live = {(beat.peer.dc, beat.peer.role, beat.peer.instance) for beat in self._registry.live()}
-        return LookupReply([hit for hit in hits if (hit.dc, hit.role, hit.instance) in live])
+        held = [hit for hit in hits if (hit.dc, hit.role, hit.instance) in live]
+        if message.hashes:  # a gateway that only wants to know whether we are here asks for nothing
+            best = max((hit.blocks for hit in held), default=0)
+            self._metrics.lookup("hit" if best else "miss", best, time.perf_counter() - started)
+        return LookupReply(held)
 
     def _hear_beat(self, beat: Beat) -> None:
         self._fingerprints[beat.peer] = beat.identity.fingerprint
@@ -85,6 +110,7 @@ class CacheService:
             self._events.put_nowait(event)
         except asyncio.QueueFull:
             logger.error("kv_event_dropped", instance=event.peer.instance, seq=event.seq)
+            self._metrics.event(event.kind, "dropped")
 
     async def _apply_events(self) -> None:
         while True:
@@ -92,8 +118,10 @@ class CacheService:
             try:
                 async with asyncio.timeout(self._timeout_s):
                     await self._index.apply(event)
+                self._metrics.event(event.kind, "applied")
             except (TimeoutError, RedisError, OSError) as error:
                 logger.warning("index_update_lost", error=str(error) or type(error).__name__)
+                self._metrics.event(event.kind, "lost")
 
     async def _expire(self) -> None:
         while True:

@@ -13,18 +13,29 @@ from pdd.config import CacheSettings
 from pdd.mesh.bus import connect
 from pdd.mesh.registry import Registry
 from pdd.prefix.index import PrefixIndex
+from pdd.telemetry.metrics import process_registry, serve_metrics
 from pdd.types import Peer
+from services.cache.metrics import CacheMetrics
 from services.cache.service import CacheService
 
 
 async def serve(settings: CacheSettings, me: Peer, stop: asyncio.Event) -> None:
     """Run until `stop` is set."""
     timeout_s = settings.redis_timeout_ms / 1e3
+    registry = process_registry(me)
     async with (
+        serve_metrics(registry, settings.metrics_host, settings.metrics_port),
         open_redis(settings.redis_url, timeout_s) as redis,
         connect(settings.nats_url, f"cache-{me.dc}-{me.instance}", lost=stop) as bus,
     ):
-        service = CacheService(bus, me, PrefixIndex(redis), Registry(time.monotonic), timeout_s=timeout_s)
+        service = CacheService(
+            bus,
+            me,
+            PrefixIndex(redis),
+            Registry(time.monotonic),
+            timeout_s=timeout_s,
+            metrics=CacheMetrics(registry),
+        )
         await service.start()
         try:
             await stop.wait()

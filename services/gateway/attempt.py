@@ -1,34 +1,31 @@
 """One attempt at one request: finds it stages, reserves, attaches, and tears all of it down again.
 
-Stages are asked in the order P, MD, RLD, and never released out of turn, so that two requests cannot wait for each
-other. P starts computing at once; where its KV goes is attached when the tickets are there.
+Stages are asked in the order P, MD, RLD. If one has no room, everything is released before anybody waits, so that two
+requests can never wait for each other. P starts computing at once; where its KV goes is attached when the tickets are
+there.
 """
 
 from __future__ import annotations
 
 import asyncio
-import random
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
 import structlog
 
-from pdd.errors import CapacityError, PddError, RemoteError, UnavailableError, UnreachableError
+from pdd.errors import CapacityError, PddError, RemoteError, UnreachableError
 from pdd.kv import Ticket
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
 from pdd.mesh.messages import Attach, Cancel, Ok, Phase, Progress, Reserve, Reserved, Submit, Submitted
+from pdd.telemetry.tracing import Trace
 from pdd.types import AttemptKey, Path, Peer, Pipeline, Role
 from services.gateway.generation import GenerationRequest, Report
 from services.gateway.prefix_view import HitTokens
 from services.gateway.router import Router
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-
-_FIRST_PAUSE_S = 0.05
-_LONGEST_PAUSE_S = 2.0
-"""Between two rounds of asking for room: each carries the whole prompt, perhaps across the WAN."""
 
 _CANCEL_TIMEOUT_S = 5.0
 _CANCEL_TRIES = 3
@@ -71,7 +68,7 @@ class Stages:
 
 
 class Attempt:
-    """See the module. `deadline` (on `now`'s clock) ends the search for room."""
+    """See the module."""
 
     def __init__(
         self,
@@ -84,11 +81,10 @@ class Attempt:
         bus: Bus,
         router: Router,
         relay_max_tokens: int,
-        deadline: float,
-        now: Callable[[], float],
     ) -> None:
         self.key = key
         self.stages = Stages()
+        self._trace = Trace.here()
         self._asked: list[Peer] = []
         self._me = me
         self._request = request
@@ -97,11 +93,9 @@ class Attempt:
         self._bus = bus
         self._router = router
         self._relay_max_tokens = relay_max_tokens
-        self._deadline = deadline
-        self._now = now
 
     async def start(self, hits: HitTokens) -> None:
-        """Submit, reserve, attach. Raises `CapacityError` when there was no room by the deadline."""
+        """Submit, reserve, attach. Raises `CapacityError` if a stage that is needed has no room."""
         request, report = self._request, self._report
         submit = Submit(
             key=self.key,
@@ -110,9 +104,10 @@ class Attempt:
             outputs=self._emitted,
             sampling=request.sampling,
             stop=request.stop,
+            salt=request.salt,
         )
-        _, submitted = await self._place(
-            lambda: self._router.prefills(hits), lambda peer: self._ask(peer, "submit", submit, Submitted)
+        submitted = await self._place(
+            self._router.prefills(hits), lambda peer: self._ask(peer, "submit", submit, Submitted)
         )
         # Whoever answered is meant from here on: it may have been restarted since its last beat.
         prefill = submitted.peer
@@ -121,22 +116,28 @@ class Attempt:
 
         relay_hint = self._relay_hint(prefill)
         reserve = self._reserve(prefill, max_outputs=request.stop.max_tokens, relay=relay_hint)
-        _, reserved = await self._place(
-            lambda: self._router.mains(prefill, request.pipeline, hits),
+        reserved = await self._place(
+            self._router.mains(prefill, request.pipeline, hits),
             lambda peer: self._ask(peer, "reserve", reserve, Reserved),
         )
         main = reserved.ticket.holder
         self.stages.main = main
         report.main_decode = _name(main)
+        report.main_hit_tokens = reserved.ticket.first_token
 
         forced = request.handoff_at is not None
         decision = self._router.decide(
-            request.pipeline, prefill, reserved.ticket, relay_available=relay_hint is not None, forced_relay=forced
+            request.pipeline,
+            prefill,
+            submitted.hit_tokens,
+            reserved.ticket,
+            relay_available=relay_hint is not None,
+            forced_relay=forced,
         )
         path, reason = decision.path, decision.reason
         relay_ticket = None
         if path is Path.RELAYED:
-            relay_ticket = await self._reserve_relay(prefill, main, patient=forced)
+            relay_ticket = await self._reserve_relay(prefill, main, needed=forced)
             if relay_ticket is None:
                 path, reason = Path.DIRECT, "relay_full"
             elif relay_hint is None or not same_place(relay_hint, relay_ticket.holder):
@@ -166,13 +167,14 @@ class Attempt:
             self._report.relay = None
             await self._cancel(relay, "relay_not_needed")
 
-    async def close(self, reason: str) -> None:
-        """Make every stage drop the attempt. Those that cannot be reached drop it by the gateway's beat."""
-        await asyncio.gather(*(self._cancel(peer, reason) for peer in self._asked))
+    async def close(self, reason: str, *, keep_kv: bool = False) -> None:
+        """Make every stage drop the attempt; for `keep_kv` see `Cancel`. Those that cannot be reached drop it by the
+        gateway's beat."""
+        await asyncio.gather(*(self._cancel(peer, reason, keep_kv=keep_kv) for peer in self._asked))
         for peer in self._asked:
             self._router.settle(peer)
 
-    async def _reserve_relay(self, prefill: Peer, main: Peer, *, patient: bool) -> Ticket | None:
+    async def _reserve_relay(self, prefill: Peer, main: Peer, *, needed: bool) -> Ticket | None:
         """A ticket from RelayDecode; None if it has no room and the request can do without."""
         limit = self._request.handoff_at or self._relay_max_tokens
         reserve = self._reserve(
@@ -182,13 +184,11 @@ class Attempt:
             handoff_at=self._request.handoff_at,
         )
         try:
-            _, reserved = await self._place(
-                lambda: self._router.relays(prefill),
-                lambda peer: self._ask(peer, "reserve", reserve, Reserved),
-                patient=patient,
+            reserved = await self._place(
+                self._router.relays(prefill), lambda peer: self._ask(peer, "reserve", reserve, Reserved)
             )
         except PddError as error:
-            if patient:
+            if needed:
                 raise
             logger.info("relay_declined", request_id=self.key.request_id, error=str(error))
             return None
@@ -224,53 +224,39 @@ class Attempt:
             relay=relay,
             main=main,
             handoff_at=handoff_at,
+            salt=request.salt,
         )
 
-    async def _place(
-        self, candidates: Callable[[], list[Peer]], ask: Callable[[Peer], Awaitable[Reply]], *, patient: bool = True
-    ) -> tuple[Peer, Reply]:
-        """Ask candidates, best first, until one has room; the patient ask again until the deadline.
+    async def _place(self, candidates: Sequence[Peer], ask: Callable[[Peer], Awaitable[Reply]]) -> Reply:
+        """Ask candidates, best first, until one has room. Raises `CapacityError` if none has.
 
         Whoever is asked is noted first: if this is cancelled before the answer comes, `close` still reaches it.
         """
-        pause_s = _FIRST_PAUSE_S
-        while True:
-            refusal: PddError = CapacityError("no instance is available")
-            for peer in self._present(candidates):
-                self._asked.append(peer)
-                self._router.commit(peer)
-                try:
-                    return peer, await ask(peer)
-                except (UnreachableError, RemoteError) as error:
-                    if error.code not in (UnreachableError.code, CapacityError.code):
-                        raise
-                    refusal = error
-                self._asked.remove(peer)
-                self._router.settle(peer)
-                if refusal.code == UnreachableError.code:
-                    self._router.forget(peer)
-            if not patient or self._now() >= self._deadline:
-                raise CapacityError(str(refusal))
-            await asyncio.sleep(pause_s * random.uniform(0.5, 1.0))
-            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
-
-    def _present(self, candidates: Callable[[], list[Peer]]) -> list[Peer]:
-        """Candidates right now. A first attempt with none fails at once; a later one waits for a restart."""
-        try:
-            return candidates()
-        except UnavailableError:
-            if self.key.attempt == 1:
-                raise
-            return []
+        refusal: PddError = CapacityError("no instance is available")
+        for peer in candidates:
+            self._asked.append(peer)
+            self._router.commit(peer)
+            try:
+                return await ask(peer)
+            except (UnreachableError, RemoteError) as error:
+                if error.code not in (UnreachableError.code, CapacityError.code):
+                    raise
+                refusal = error
+            self._asked.remove(peer)
+            self._router.settle(peer)
+            if refusal.code == UnreachableError.code:
+                self._router.forget(peer)
+        raise CapacityError(str(refusal))
 
     async def _ask(self, peer: Peer, verb: str, message: object, reply: type[Reply]) -> Reply:
-        return await self._bus.request(subjects.endpoint(peer, verb), message, reply)
+        with self._trace.during(verb, peer.epoch, role=peer.role, to=_name(peer)):
+            return await self._bus.request(subjects.endpoint(peer, verb), message, reply)
 
-    async def _cancel(self, peer: Peer, reason: str) -> None:
-        subject = subjects.endpoint(peer, "cancel")
+    async def _cancel(self, peer: Peer, reason: str, *, keep_kv: bool = False) -> None:
+        subject, message = subjects.endpoint(peer, "cancel"), Cancel(self.key, reason, keep_kv)
         for _ in range(_CANCEL_TRIES):
             try:
-                await self._bus.request(subject, Cancel(self.key, reason), Ok, timeout_s=_CANCEL_TIMEOUT_S)
+                await self._bus.request(subject, message, Ok, timeout_s=_CANCEL_TIMEOUT_S)
                 return
             except PddError as error:
                 logger.info("cancel_unconfirmed", request_id=self.key.request_id, to=peer.instance, error=str(error))

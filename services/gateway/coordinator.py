@@ -7,11 +7,14 @@ attempt starts from prompt + emitted IDs, so the client sees a pause, never a ch
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections import defaultdict
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
+from opentelemetry.trace import Link
 
 from pdd.errors import (
     CapacityError,
@@ -25,31 +28,40 @@ from pdd.errors import (
 )
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus, Endpoint
-from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Progress, Replay, Replayed, TokenBatch
+from pdd.mesh.messages import Failed, Finished, GatewayBeat, Ok, Phase, Progress, Replay, Replayed, TokenBatch
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.tasks import Tasks
-from pdd.types import AttemptKey, FinishReason, Peer, Role, TokenEvent
+from pdd.telemetry.tracing import Trace
+from pdd.types import AttemptKey, FinishReason, Peer, Pipeline, Role, TokenEvent
 from services.gateway.assembler import Assembler
 from services.gateway.attempt import Attempt
 from services.gateway.generation import Emission, GenerationRequest, Report
 from services.gateway.prefix_view import PrefixView
 from services.gateway.router import Router
 from services.gateway.timeline import Timeline
+from services.gateway.waiting import WaitingLine
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _HOPELESS = frozenset({TooLargeError.code, CapacityError.code, UnavailableError.code, "malformed"})
 """Errors that another attempt would only meet again."""
 
+_NOTED = frozenset({Phase.PREFILL_STARTED, Phase.PREFILL_DONE, Phase.KV_READY, Phase.HANDED_OVER})
+"""Reports that become events of the attempt's span, on this process' clock."""
+
 _REPLAY_TIMEOUT_S = 2.0
 _CLOSE_TIMEOUT_S = 5.0
+_FIRST_PAUSE_S = 0.05
+_LONGEST_PAUSE_S = 1.0
+"""Between two rounds of asking for room: each carries the whole prompt, perhaps across the WAN."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Patience: for room, for any sign of progress, for a missing token; and how often to try."""
+    """Patience: for room, for any sign of progress, for a missing token; how many may wait, and how often to try."""
 
     queue_timeout_s: float
+    max_waiting: int
     stall_timeout_s: float
     replay_after_s: float
     max_attempts: int
@@ -66,6 +78,9 @@ class LiveRequest:
             Report(request_id=request.request_id, pipeline=request.pipeline), coordinator.now, request.waited_s
         )
         self._assembler = Assembler(len(request.prompt))
+        self._trace = Trace(request.context)
+        self._attempt_trace = self._trace
+        self._first_attempt: list[Link] = []
         self._fresh: list[int] = []
         self._finish: FinishReason | None = None
         self._error: PddError | None = None
@@ -76,6 +91,7 @@ class LiveRequest:
         self._readable = asyncio.Event()
         self._last_sign = coordinator.now()
         self._owner: Peer | None = None
+        self._tries = 0
         self.attempt: Attempt | None = None
 
     @property
@@ -98,22 +114,14 @@ class LiveRequest:
 
     async def drive(self) -> None:
         """Run attempts until the answer has ended or no further attempt is worth it."""
-        limits = self._coordinator.limits
         try:
-            for number in range(1, limits.max_attempts + 1):
-                self.report.attempts = number
-                error = await self._run_attempt(AttemptKey(self._request.request_id, number))
-                if error is None:
-                    return
-                logger.warning("attempt_lost", request_id=self._request.request_id, attempt=number, error=str(error))
-                if error.code in _HOPELESS or number == limits.max_attempts:
-                    self._error = error
-                    return
+            self._error = await self._until_answered()
         except Exception as error:
             logger.exception("request_failed", request_id=self._request.request_id)
             self._error = PddError(f"unexpected {type(error).__name__}")
         finally:
             self._timeline.ended()
+            self._coordinator.dropped_tokens += self._assembler.dropped
             self._readable.set()
 
     def heard(self, by: Peer, event: TokenEvent) -> None:
@@ -133,7 +141,10 @@ class LiveRequest:
             return
         prefill = attempt.stages.prefill or progress.by  # Prefill reports before its answer to `submit` is here.
         self._timeline.progressed(progress, prefill)
-        self._coordinator.tasks.spawn(attempt.progressed(progress), f"progress {attempt.key}")
+        if progress.phase in _NOTED:
+            self._attempt_trace.note(progress.phase, by=progress.by.role)
+        with self._attempt_trace.active():
+            self._coordinator.tasks.spawn(attempt.progressed(progress), f"progress {attempt.key}")
 
     def finished(self, message: Finished) -> None:
         """Whoever ended the answer said so: nothing must be missing up to there."""
@@ -147,15 +158,66 @@ class LiveRequest:
         self._attempt_error = self._attempt_error or error
         self._changed.set()
 
-    async def _run_attempt(self, key: AttemptKey) -> PddError | None:
+    async def _until_answered(self) -> PddError | None:
+        """Run attempts. Returns why there is no answer, or None if there is one."""
+        most = self._coordinator.limits.max_attempts
+        for number in range(1, most + 1):
+            self.report.attempts = number
+            error = await self._traced(self._run_attempt())
+            if error is None or error.code in _HOPELESS or number == most:
+                return error
+            logger.warning("attempt_lost", request_id=self._request.request_id, attempt=number, error=str(error))
+        return None
+
+    async def _run_attempt(self) -> PddError | None:
         """One attempt, torn down at its end. Returns why it did not end the answer, or None if it did."""
+        try:
+            attempt = await self._begin()
+        except PddError as error:
+            return error
+        self._attempt_trace.end("wait_for_room")
+        try:
+            self._attached = True
+            self._readable.set()
+            return await self._until_over(attempt)
+        finally:
+            # KV that the answer did not wait for is worth having at MainDecode all the same.
+            self._end(attempt, keep_kv=self._finish is not None and self._owner_is_relay(attempt))
+
+    async def _begin(self) -> Attempt:
+        """An attempt that has its stages, after a wait if there is no room for it now.
+
+        Raises `CapacityError` when there was none by the deadline, or too many wait already.
+        """
+        line, now = self._coordinator.line(self._request.pipeline), self._coordinator.now
+        deadline = now() + self._coordinator.limits.queue_timeout_s
+        if not line.waiting:
+            try:
+                return await self._try()
+            except CapacityError as error:
+                logger.info("request_waits", request_id=self._request.request_id, reason=str(error))
+        self._attempt_trace.begin("wait_for_room")
+        pause_s = _FIRST_PAUSE_S
+        async with line.turn(deadline):
+            while True:
+                try:
+                    return await self._try()
+                except CapacityError:
+                    if now() >= deadline:
+                        raise
+                await line.pause(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def _try(self) -> Attempt:
+        """Ask for stages once. Whatever goes wrong, nothing is held afterwards."""
         coordinator = self._coordinator
+        self._tries += 1
         self._assembler.new_attempt()
         self._attempt_error = None
         self._owner = None
         self._last_sign = coordinator.now()
         attempt = Attempt(
-            key=key,
+            key=AttemptKey(self._request.request_id, self._tries),
             me=coordinator.me,
             request=self._request,
             emitted=self._assembler.emitted,
@@ -163,23 +225,32 @@ class LiveRequest:
             bus=coordinator.bus,
             router=coordinator.router,
             relay_max_tokens=coordinator.limits.relay_max_tokens,
-            deadline=coordinator.now() + coordinator.limits.queue_timeout_s,
-            now=coordinator.now,
         )
         self.attempt = attempt
-        coordinator.enter(key, self)
+        coordinator.enter(attempt.key, self)
+        begun = False
         try:
             await attempt.start(
                 await coordinator.prefixes.hits(self._request.prompt, coordinator.router.prefill_beats())
             )
-            self._attached = True
-            self._readable.set()
-            return await self._until_over(attempt)
-        except PddError as error:
-            return error
+            begun = True
+        except UnavailableError as error:
+            if self.report.attempts == 1:
+                raise
+            raise CapacityError(str(error)) from None  # A stage that died may come back.
         finally:
-            coordinator.leave(key)
-            coordinator.closing.spawn(attempt.close("over"), f"close {key}")
+            if not begun:
+                self._end(attempt, keep_kv=False)
+        return attempt
+
+    def _end(self, attempt: Attempt, *, keep_kv: bool) -> None:
+        coordinator = self._coordinator
+        coordinator.leave(attempt.key)
+        coordinator.closing.spawn(attempt.close("over", keep_kv=keep_kv), f"close {attempt.key}")
+        coordinator.line(self._request.pipeline).somebody_left()
+
+    def _owner_is_relay(self, attempt: Attempt) -> bool:
+        return self._owner is not None and self._owner.role is Role.RELAY and not attempt.stages.handed_over
 
     async def _until_over(self, attempt: Attempt) -> PddError | None:
         limits, now = self._coordinator.limits, self._coordinator.now
@@ -218,11 +289,43 @@ class LiveRequest:
     def _emit(self, by: Peer, fresh: list[int]) -> None:
         """`fresh` tokens, sampled or repeated by `by`, are the client's now."""
         if fresh:
+            if self.report.ttft_ms is None:
+                self._attempt_trace.note("first_token", by=by.role)
             self._timeline.emitted(len(fresh), by.role)
             self._fresh.extend(fresh)
             self._finish = self._request.stop.check(self._assembler.emitted)
             self._readable.set()
         self._changed.set()
+
+    async def _traced(self, attempt: Coroutine[Any, Any, PddError | None]) -> PddError | None:
+        """Run an attempt under a span of its own; all that it sends carries that. Later ones are linked to the first.
+
+        One is `cancelled` by its client's leaving, and by a stop string in its text.
+        """
+        report = self.report
+        trace = self._trace.child("attempt", *self._first_attempt, attempt=report.attempts, pipeline=report.pipeline)
+        self._attempt_trace = trace
+        self._first_attempt = self._first_attempt or trace.link()
+        ended_by: BaseException | None = None
+        try:
+            with trace.active():
+                ended_by = await attempt
+            return ended_by
+        except BaseException as error:
+            # Whoever has got the last token does not wait for the driver, but cancels it.
+            complete = self._finish is not None and isinstance(error, asyncio.CancelledError)
+            ended_by = None if complete else error
+            raise
+        finally:
+            trace.close(
+                "finished" if ended_by is None else "failed",
+                ended_by,
+                path=report.path,
+                reason=report.reason,
+                prefill=report.prefill,
+                relay=report.relay,
+                main_decode=report.main_decode,
+            )
 
 
 class Coordinator:
@@ -249,7 +352,19 @@ class Coordinator:
         self.tasks = Tasks()
         self.closing = Tasks()
         self.stale_messages = 0
+        self.dropped_tokens = 0
+        """Token events of live requests that were late, repeated or of another text, up to each request's end."""
         self._live: dict[AttemptKey, LiveRequest] = {}
+        self._lines: defaultdict[Pipeline, WaitingLine] = defaultdict(lambda: WaitingLine(limits.max_waiting, now))
+
+    @property
+    def waiting(self) -> int:
+        """Requests that wait for room."""
+        return sum(line.waiting for line in self._lines.values())
+
+    def line(self, pipeline: Pipeline) -> WaitingLine:
+        """Where requests of that layout wait for room."""
+        return self._lines[pipeline]
 
     async def start(self) -> None:
         """Listen to stages, serve their reports, begin to beat."""

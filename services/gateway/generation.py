@@ -11,6 +11,7 @@ from contextlib import AbstractAsyncContextManager
 from typing import Protocol
 
 import msgspec
+from opentelemetry.context import Context
 
 from pdd.types import FinishReason, Path, Pipeline, Sampling, StopRule
 
@@ -19,7 +20,8 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     """One sequence to generate.
 
     `handoff_at` is an experiment's wish: RelayDecode hands over when exactly so many output tokens exist (and
-    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived.
+    waits for MainDecode there); it forces the relayed path. `waited_s` has passed since the request arrived. Only
+    requests of one `salt` share cached KV.
     """
 
     request_id: str
@@ -27,8 +29,11 @@ class GenerationRequest(msgspec.Struct, frozen=True):
     sampling: Sampling
     stop: StopRule
     pipeline: Pipeline = Pipeline.PDD
+    context: Context = msgspec.field(default_factory=Context)
+    """Spans of the work are children of the span in it."""
     handoff_at: int | None = None
     waited_s: float = 0.0
+    salt: str = ""
 
 
 class Emission(msgspec.Struct, frozen=True):
@@ -70,6 +75,10 @@ class Report(msgspec.Struct):
     largest_gap_ms: float | None = None
     largest_gap_at: int | None = None
     """The output token (from 1) that ended the largest gap."""
+    prefill_hit_tokens: int = 0
+    """Leading prompt tokens that Prefill had cached when it first began; what it finds later may be this request's."""
+    main_hit_tokens: int = 0
+    """Leading prompt tokens that MainDecode had cached, in the newest attempt."""
     prefill_tokens: int = 0
     relay_tokens: int = 0
     main_decode_tokens: int = 0
@@ -77,6 +86,17 @@ class Report(msgspec.Struct):
     kv_wan_bytes: int = 0
     recomputed_prompt_tokens: int = 0
     total_ms: float | None = None
+
+    @property
+    def exposed_wait_ms(self) -> float | None:
+        """The exposed wait as it was: from the end of prefill until MainDecode had all KV, 0 if that came first.
+
+        The client feels it on the direct path; on the relayed one RelayDecode covers it. None if either did not
+        happen, or if a further attempt was needed, so that the two may belong to different ones.
+        """
+        if self.attempts != 1 or self.prefill_done_ms is None or self.kv_ready_ms is None:
+            return None
+        return max(0.0, self.kv_ready_ms - self.prefill_done_ms)
 
 
 class Generation(Protocol):

@@ -9,6 +9,7 @@ from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
 from pdd.mesh.messages import Beat, Lookup, LookupReply
 from pdd.prefix.hashing import block_hashes
+from pdd.telemetry.tracing import Trace
 from pdd.types import Role
 
 HitTokens = dict[tuple[str, Role, str], int]
@@ -33,7 +34,10 @@ class PrefixView:
         if not beats:
             return {}
         spec, fingerprint = beats[0].spec, beats[0].identity.fingerprint
-        reply = await self._lookup(Lookup(fingerprint, block_hashes(prompt, spec.block_size)))
+        question = Lookup(fingerprint, block_hashes(prompt, spec.block_size))
+        trace = Trace.here()
+        with trace.during("prefix_lookup"), trace.active("prefix_lookup"):
+            reply = await self._lookup(question)
         return {(hit.dc, hit.role, hit.instance): hit.blocks * spec.block_size for hit in reply.hits}
 
     async def _lookup(self, message: Lookup) -> LookupReply:

@@ -73,22 +73,32 @@ class Router:
         return self._ranked(beats, f"main_decode {where}", hits)
 
     def decide(
-        self, pipeline: Pipeline, prefill: Peer, main: Ticket, *, relay_available: bool, forced_relay: bool
+        self,
+        pipeline: Pipeline,
+        prefill: Peer,
+        prefill_hit: int,
+        main: Ticket,
+        *,
+        relay_available: bool,
+        forced_relay: bool,
     ) -> Decision:
-        """Path of one request, on MainDecode's exact hit and Prefill's latest figures of the line."""
+        """Path of one request, on MainDecode's exact hit and Prefill's latest figures of the line.
+
+        `prefill_hit` is how many leading tokens Prefill need not compute.
+        """
         beat = next((b for b in self._registry.live(Role.PREFILL) if b.peer == prefill), None)
         if beat is None:
             raise UnreachableError(f"prefill {prefill.instance} is gone")
-        load, tokens = beat.load, main.end_token - main.first_token
+        load, delta, uncached = beat.load, main.end_token - main.first_token, main.end_token - prefill_hit
         line = Line(
             backlog_bytes=load.wan_backlog_bytes,
             goodput_bytes_per_s=load.wan_goodput_bytes_per_s or self._policy.goodput_bytes_per_s,
             delay_s=self._policy.delay_s,
         )
         transfer = Transfer(
-            delta_bytes=tokens * main.spec.token_bytes,
-            last_chunk_bytes=min(tokens, beat.step_tokens) * main.spec.token_bytes,
-            remaining_compute_s=tokens / (load.prefill_tokens_per_s or _UNMEASURED_PREFILL_TOKENS_PER_S),
+            delta_bytes=delta * main.spec.token_bytes,
+            last_chunk_bytes=min(delta, uncached, beat.step_tokens) * main.spec.token_bytes,
+            remaining_compute_s=uncached / (load.prefill_tokens_per_s or _UNMEASURED_PREFILL_TOKENS_PER_S),
         )
         decision = choose_path(
             pipeline, line, transfer, budget_s=self._policy.budget_s, relay_available=relay_available
@@ -105,7 +115,7 @@ class Router:
             Candidate(
                 name=beat.peer.epoch,
                 seats_used=(beat.load.running + beat.load.reserved) / max(beat.load.seats, 1),
-                blocks_used=1 - beat.load.free_blocks / max(beat.load.total_blocks, 1),
+                blocks_used=1 - (beat.load.free_blocks + beat.load.evictable_blocks) / max(beat.load.total_blocks, 1),
                 waiting=beat.load.waiting,
                 committed=self._committed[beat.peer.epoch],
                 hit_tokens=hits.get((beat.peer.dc, beat.peer.role, beat.peer.instance), 0),

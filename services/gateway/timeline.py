@@ -31,6 +31,8 @@ class Timeline:
         match progress.by.role, progress.phase:
             case Role.PREFILL, Phase.PREFILL_STARTED:
                 report.prefill_started_ms = now_ms
+                if report.attempts == 1:
+                    report.prefill_hit_tokens = progress.tokens
             case Role.PREFILL, Phase.PREFILL_DONE:
                 report.prefill_done_ms = report.prefill_done_ms or now_ms
             case Role.RELAY, Phase.KV_READY:

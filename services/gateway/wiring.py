@@ -9,16 +9,17 @@ from typing import Any
 
 import msgspec
 import uvicorn
-from prometheus_client import CollectorRegistry
 
 from pdd.config import GatewaySettings
 from pdd.errors import ConfigError
 from pdd.mesh.bus import connect
 from pdd.mesh.registry import Registry
 from pdd.model.tokenizer import load_tokenizer
+from pdd.telemetry.metrics import process_registry
 from pdd.types import Peer, Role
 from services.gateway.api.app import create_app
 from services.gateway.coordinator import Coordinator, Limits
+from services.gateway.mesh_metrics import MeshCollector
 from services.gateway.prefix_view import PrefixView
 from services.gateway.router import Router, RoutingPolicy
 
@@ -40,6 +41,7 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
     )
     limits = Limits(
         queue_timeout_s=settings.queue_timeout_s,
+        max_waiting=settings.max_waiting,
         stall_timeout_s=settings.stall_timeout_s,
         replay_after_s=max(4 * settings.line_delay_ms / 1e3, 0.1),
         max_attempts=settings.max_attempts,
@@ -56,6 +58,8 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
             limits=limits,
             now=time.monotonic,
         )
+        metrics = process_registry(me)
+        metrics.register(MeshCollector(coordinator))
         app = create_app(
             coordinator,
             tokenizer,
@@ -67,7 +71,7 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
             max_body_bytes=settings.max_body_bytes,
             mesh=lambda: _describe(registry, prefixes),
             ready=lambda: all(registry.live(role) for role in (Role.PREFILL, Role.MAIN_DECODE)),
-            registry=CollectorRegistry(),
+            registry=metrics,
         )
         server = uvicorn.Server(
             uvicorn.Config(
@@ -115,6 +119,7 @@ def _describe(registry: Registry, prefixes: PrefixView) -> dict[str, Any]:
             "fabric": beat.fabric,
             "dtype": beat.spec.dtype,
             "max_model_len": beat.max_model_len,
+            "metrics_port": beat.metrics_port,
             "load": msgspec.to_builtins(beat.load),
         }
         for beat in registry.live()

@@ -27,9 +27,9 @@ _READY_TIMEOUT_S = 2.0
 class MainDecodeService:
     """See the module."""
 
-    def __init__(self, host: StageHost, *, fabric: KvReceiver, wan: KvReceiver) -> None:
+    def __init__(self, host: StageHost, *, fabric: KvReceiver, wan: KvReceiver, idle_share: float) -> None:
         self._host = host
-        self.stage = DecodeStage(host, self, fabric=fabric, wan=wan)
+        self.stage = DecodeStage(host, self, fabric=fabric, wan=wan, caches=True, idle_share=idle_share)
 
     def endpoints(self) -> list[Endpoint]:
         """What MainDecode serves."""
@@ -42,7 +42,7 @@ class MainDecodeService:
         return Withdrawn(attempt.receiver.withdraw(message.sender, message.seq))
 
     def on_reserved(self, attempt: DecodeAttempt) -> None:
-        """Nothing to add: room for prompt and the whole answer is held."""
+        """Nothing to add."""
 
     def may_start(self, attempt: DecodeAttempt) -> bool:
         """Ownership and KV are all it takes."""

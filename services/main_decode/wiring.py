@@ -12,10 +12,10 @@ from services.main_decode.service import MainDecodeService
 
 async def serve(settings: StageSettings, me: Peer, stop: asyncio.Event) -> None:
     """Run until `stop` is set."""
-    loaded = runtime.load(settings)
+    loaded = runtime.load(settings, prefix_cache=True)
     async with (
         runtime.open_receivers(settings, me, loaded) as (fabric, wan),
         runtime.open_host(settings, me, loaded, "stream" if fabric.fences_itself else "nixl", stop=stop) as host,
     ):
-        service = MainDecodeService(host, fabric=fabric, wan=wan)
+        service = MainDecodeService(host, fabric=fabric, wan=wan, idle_share=settings.idle_reserved_share)
         await runtime.run_until(host, service.endpoints(), service.stage.on_step, stop=stop, fabric_lost=fabric.lost)

@@ -1,13 +1,18 @@
 """Prefill: computes prompts, samples each first token, ships KV while it computes, hands the stream over.
 
-An attempt's life: submitted (computing starts at once) -> attached (destinations are known: KV that exists leaves at
-once, each further chunk when it exists) -> first token -> handed over -> delivered: then its blocks are free. Prefill
-decides the path again when it has the first token and knows what is left on the line.
+An attempt's life: submitted (it waits its turn) -> admitted (blocks are held, cached ones among them; the rest of the
+prompt is computed) -> attached, perhaps before that (destinations are known: KV that exists leaves at once, each
+further chunk when it exists) -> first token -> handed over -> delivered: then its blocks stay cached until they are
+needed. Prefill decides the path again when it has the first token and knows what is left on the line.
+
+Attempts are admitted one by one, as late as the engine allows, so that a prompt finds cached what it has in common with
+those before it. Whoever waits holds nothing.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from collections.abc import Awaitable
 from dataclasses import dataclass, field
 
@@ -15,14 +20,15 @@ import structlog
 
 from pdd.engine.engine import SequenceSpec, StepResult
 from pdd.errors import CapacityError, DeadlineError, PddError, RemoteError, TooLargeError, UnreachableError
-from pdd.kv import Ticket
+from pdd.kv import KvNamespace, Ticket
 from pdd.mesh import subjects
 from pdd.mesh.bus import Endpoint
-from pdd.mesh.messages import Attach, Cancel, Drain, Ok, Phase, Replay, Replayed, Submit, Submitted
+from pdd.mesh.messages import Attach, Cancel, Drain, InFlight, Ok, Phase, Replay, Replayed, Submit, Submitted
 from pdd.policy.pipeline import Line, Transfer, choose_path
 from pdd.stage.attempts import TOMBSTONE_S, Attempts
 from pdd.stage.host import StageHost
 from pdd.stage.output import OutputStream
+from pdd.telemetry.tracing import Trace, outside
 from pdd.transfer.interface import KvSender
 from pdd.transfer.outgoing import KvExport
 from pdd.types import AttemptKey, Handoff, HandoffReply, Path, Peer, Pipeline, TokenEvent, hash_prompt
@@ -34,18 +40,23 @@ _HANDOFF_TIMEOUT_S = 2.0
 _HANDOFF_TRIES = 5
 
 
-@dataclass
+@dataclass(eq=False)
 class PrefillAttempt:
     """One attempt on Prefill."""
 
     submit: Submit
-    blocks: list[int]
     stream: OutputStream
+    trace: Trace
+    blocks: list[int] = field(default_factory=list[int])
+    """None before it is admitted."""
+    hit_tokens: int = 0
     computed: int = 0
     path: Path = Path.DIRECT
     attach: Attach | None = None
     exports: dict[str, KvExport] = field(default_factory=dict[str, KvExport])
     """Running exports by transfer ID."""
+    missing_from: dict[str, int] = field(default_factory=dict[str, int])
+    """By transfer ID: what the receiver lacks of what was in flight to it, heard before the export was begun."""
     handing_over: bool = False
     handed_over: bool = False
     freeing: asyncio.Task[None] | None = None
@@ -60,14 +71,33 @@ class PrefillAttempt:
         return self.submit.gateway
 
     @property
+    def tokens(self) -> list[int]:
+        """Those whose KV Prefill computes: the prompt and what earlier attempts emitted."""
+        return [*self.submit.prompt, *self.submit.outputs]
+
+    @property
     def target_tokens(self) -> int:
-        """How many tokens' KV Prefill computes: the prompt and what earlier attempts emitted."""
+        """How many these are."""
         return len(self.submit.prompt) + len(self.submit.outputs)
+
+    @property
+    def namespace(self) -> KvNamespace:
+        """Who may share its KV."""
+        return KvNamespace(self.submit.salt)
 
     @property
     def sampled(self) -> bool:
         """Whether the first token exists."""
         return len(self.stream.ids) > len(self.submit.outputs)
+
+
+@dataclass(frozen=True)
+class Admission:
+    """Bounds: attempts that may wait, and the share of the pool that computed prompts may hold, waiting for the WAN,
+    before no further prompt is begun."""
+
+    max_waiting: int
+    held_for_wan_share: float
 
 
 @dataclass(frozen=True)
@@ -82,17 +112,25 @@ class LinePrior:
 class PrefillService:
     """See the module. `sender` opens exports to any kind of endpoint."""
 
-    def __init__(self, host: StageHost, sender: KvSender, line: LineMeter, prior: LinePrior) -> None:
+    def __init__(
+        self, host: StageHost, sender: KvSender, line: LineMeter, prior: LinePrior, admission: Admission
+    ) -> None:
         self._host = host
+        self._cache = host.loaded.engine.cache
+        self._admission = admission
         self._sender = sender
         self._line = line
         self._prior = prior
         self._attempts: Attempts[PrefillAttempt] = Attempts(host.now)
-        self._exports: dict[str, KvExport] = {}
-        """Running exports by transfer ID, of attempts that are over, too: an export leaves only when it is quiet."""
+        self._waiting: deque[PrefillAttempt] = deque()
+        self._kept: dict[AttemptKey, PrefillAttempt] = {}
+        """Attempts that are over and whose KV still goes to MainDecode, oldest first."""
+        self._exporting: dict[str, PrefillAttempt] = {}
+        """Whose export runs, by transfer ID; attempts that are over, too: an export leaves only when it is quiet."""
         self._stopped: dict[str, float] = {}
         """When transfers were stopped on purpose, by transfer ID; what is here is not (again) begun."""
         host.on_abandoned = self._abandon
+        host.on_beat = self._on_beat
         host.stale_messages = lambda: self._attempts.stale_messages
         host.line_figures = line.figures
 
@@ -102,46 +140,32 @@ class PrefillService:
         return [
             Endpoint("submit", subjects.endpoint(me, "submit"), Submit, self.submit),
             Endpoint("attach", subjects.endpoint(me, "attach"), Attach, self.attach),
+            Endpoint("in_flight", subjects.endpoint(me, "in_flight"), InFlight, self.in_flight),
             Endpoint("drain", subjects.endpoint(me, "drain"), Drain, self.drain),
             Endpoint("cancel", subjects.endpoint(me, "cancel"), Cancel, self.cancel),
             Endpoint("replay", subjects.endpoint(me, "replay"), Replay, self.replay),
         ]
 
     async def submit(self, message: Submit) -> Submitted:
-        """Start computing. Raises `TooLargeError`, `CapacityError` (no blocks now) or `StaleError`."""
-        if self._attempts.find(message.key) is not None:
-            return Submitted(self._host.me, 0)
-        pool = self._host.loaded.engine.blocks
-        tokens = len(message.prompt) + len(message.outputs)
-        needed = self._host.loaded.kv_pool.spec.blocks_for(tokens)
-        if needed > pool.total_blocks or tokens >= self._host.loaded.max_model_len:
-            raise TooLargeError(f"prompt of {tokens} tokens needs {needed} KV blocks, prefill has {pool.total_blocks}")
-        if not pool.can_allocate(needed):
-            raise CapacityError("prefill has no free KV blocks")
-        blocks = pool.allocate(needed)
+        """Take a prompt in. Raises `TooLargeError`, `CapacityError` (too many wait already) or `StaleError`."""
+        known = self._attempts.find(message.key)
+        if known is not None:
+            return Submitted(self._host.me, known.hit_tokens)
         stream = OutputStream(message.key, len(message.prompt), message.outputs)
-        attempt = PrefillAttempt(message, blocks, stream)
-        try:
-            self._attempts.open(message.key, attempt)
-        except PddError:
-            pool.decref(blocks)
-            raise
+        attempt = PrefillAttempt(message, stream, Trace.here(attempt=message.key.attempt))
+        tokens, needed = attempt.target_tokens, self._needed_blocks(attempt)
+        if needed > self._cache.total_blocks or tokens >= self._host.loaded.max_model_len:
+            total = self._cache.total_blocks
+            raise TooLargeError(f"prompt of {tokens} tokens needs {needed} KV blocks, prefill has {total}")
+        if len(self._waiting) > self._admission.max_waiting:
+            raise CapacityError(f"{len(self._waiting)} prompts wait for prefill already")
+        self._attempts.open(message.key, attempt)
         self._host.watch(message.key, message.gateway)
-        spec = SequenceSpec(
-            key=message.key,
-            prompt=message.prompt,
-            outputs=message.outputs,
-            sampling=message.sampling,
-            stop=message.stop,
-            num_computed=0,
-            blocks=blocks,
-            sample_limit=len(message.outputs) + 1,
-        )
-        # Queued here and now, so that a release that follows comes after it.
-        added = self._host.engine.call(lambda engine: engine.add(spec))
-        attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {message.key}"))
-        self._host.progress(message.key, message.gateway, Phase.PREFILL_STARTED)
-        return Submitted(self._host.me, 0)
+        attempt.trace.begin("prefill_queue", tokens=tokens)
+        self._waiting.append(attempt)
+        self._admit()
+        hit = attempt.hit_tokens if attempt.blocks else self._cache.peek(attempt.namespace, attempt.tokens[:-1])
+        return Submitted(self._host.me, hit)
 
     async def attach(self, message: Attach) -> Ok:
         """Destinations are known: send what exists, and the rest as it comes."""
@@ -150,10 +174,18 @@ class PrefillService:
             return Ok()
         attempt.attach = message
         attempt.path = message.path
-        for ticket in (message.relay, message.main):
-            if ticket is not None:
-                self._export(attempt, ticket)
+        if attempt.blocks:
+            self._export_all(attempt, message)
         self._hand_over_if_due(attempt)
+        return Ok()
+
+    async def in_flight(self, message: InFlight) -> Ok:
+        """MainDecode has got what came under another's ticket, or wants it from us after all."""
+        exporting = self._exporting.get(message.transfer_id)
+        if exporting is not None:
+            exporting.exports[message.transfer_id].resolve_in_flight(message.missing_from)
+        elif message.transfer_id not in self._stopped:
+            self._attempts.get(message.key).missing_from[message.transfer_id] = message.missing_from
         return Ok()
 
     async def drain(self, message: Drain) -> Ok:
@@ -165,8 +197,8 @@ class PrefillService:
         return Ok()
 
     async def cancel(self, message: Cancel) -> Ok:
-        """Drop the attempt; answered once it writes to nobody."""
-        await self._drop(message.key)
+        """Drop the attempt; answered once it writes to nobody, except to MainDecode's cache if that is wanted."""
+        await self._drop(message.key, keep_kv=message.keep_kv)
         return Ok()
 
     async def replay(self, message: Replay) -> Replayed:
@@ -184,18 +216,86 @@ class PrefillService:
             attempt.computed = update.num_computed
             for export in attempt.exports.values():
                 export.advance(attempt.computed)
+            attempt.trace.event("prefill", "chunk", computed_tokens=attempt.computed)
             phase = Phase.PREFILL_DONE if update.new_tokens else Phase.PREFILL_CHUNK
             self._host.progress(attempt.key, attempt.gateway, phase, tokens=attempt.computed)
             if update.new_tokens:
                 batches.setdefault(attempt.gateway, []).extend(attempt.stream.emit(update.new_tokens, 0))
                 attempt.stream.finish = update.finish
-                if update.finish is not None:
-                    attempt.tasks.append(self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}"))
-                else:
-                    self._reconsider(attempt)
-                    self._hand_over_if_due(attempt)
+                with attempt.trace.active():
+                    self._first_token(attempt)
         for gateway, events in batches.items():
             self._host.publisher.publish(gateway, events)
+        self._admit()
+
+    def _first_token(self, attempt: PrefillAttempt) -> None:
+        attempt.trace.end("prefill", tokens=attempt.computed - attempt.hit_tokens)
+        if attempt.stream.finish is not None:
+            attempt.tasks.append(self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}"))
+        else:
+            self._reconsider(attempt)
+            self._hand_over_if_due(attempt)
+
+    def _needed_blocks(self, attempt: PrefillAttempt) -> int:
+        return self._host.loaded.kv_pool.spec.blocks_for(attempt.target_tokens)
+
+    def _admit(self) -> None:
+        """Begin with waiting attempts, in order, while the engine has less to do than this step and the next."""
+        while self._waiting:
+            to_compute = sum(a.target_tokens - a.computed for _, a in self._attempts if a.blocks and not a.sampled)
+            if to_compute >= 2 * self._host.engine.status().step_tokens or not self._take_blocks(self._waiting[0]):
+                return
+            attempt = self._waiting.popleft()
+            with attempt.trace.active():
+                self._start(attempt)
+
+    def _take_blocks(self, attempt: PrefillAttempt) -> bool:
+        """Give an attempt the blocks it needs, cached ones first. False if there are too few."""
+        computed = [*(a for _, a in self._attempts if a.sampled and a.freeing is None), *self._kept.values()]
+        held_for_wan = sum(len(a.blocks) - a.hit_tokens // self._cache.block_size for a in computed)
+        if held_for_wan > self._admission.held_for_wan_share * self._cache.total_blocks:
+            self._drop_oldest_kept()
+            return False
+        # The last token is computed in any case: it gives the logits.
+        hit = self._cache.match(attempt.namespace, attempt.tokens[:-1])
+        try:
+            attempt.blocks = [*hit, *self._cache.allocate(self._needed_blocks(attempt) - len(hit))]
+        except CapacityError:
+            self._cache.release(hit)
+            self._drop_oldest_kept()
+            return False
+        attempt.hit_tokens = attempt.computed = len(hit) * self._cache.block_size
+        self._host.metrics.hit(attempt.target_tokens, attempt.hit_tokens)
+        return True
+
+    def _start(self, attempt: PrefillAttempt) -> None:
+        """Hand an admitted attempt to the engine; what is cached leaves before anything is computed."""
+        attempt.trace.end("prefill_queue", hit_tokens=attempt.hit_tokens)
+        attempt.trace.begin("prefill", hit_tokens=attempt.hit_tokens)
+        message = attempt.submit
+        spec = SequenceSpec(
+            key=message.key,
+            prompt=message.prompt,
+            outputs=message.outputs,
+            sampling=message.sampling,
+            stop=message.stop,
+            num_computed=attempt.hit_tokens,
+            blocks=attempt.blocks,
+            sample_limit=len(message.outputs) + 1,
+            namespace=attempt.namespace,
+        )
+        # Queued here and now, so that a release that follows comes after it.
+        added = self._host.engine.call(lambda engine: engine.add(spec))
+        attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {message.key}"))
+        self._host.progress(message.key, message.gateway, Phase.PREFILL_STARTED, tokens=attempt.hit_tokens)
+        if attempt.attach is not None:
+            self._export_all(attempt, attempt.attach)
+
+    def _on_beat(self) -> None:
+        """Waiting is a sign of life; and blocks may have become free that nobody told of."""
+        for attempt in self._waiting:
+            self._host.progress(attempt.key, attempt.gateway, Phase.QUEUED)
+        self._admit()
 
     async def _confirm_start(self, attempt: PrefillAttempt, added: Awaitable[None]) -> None:
         """The engine answers at its next step boundary; the gateway need not wait for that."""
@@ -204,13 +304,28 @@ class PrefillService:
         except PddError as error:
             await self._fail(attempt, error)
 
+    def _export_all(self, attempt: PrefillAttempt, attach: Attach) -> None:
+        for ticket in (attach.relay, attach.main):
+            if ticket is not None:
+                self._export(attempt, ticket)
+
     def _export(self, attempt: PrefillAttempt, ticket: Ticket) -> None:
         if ticket.transfer_id in self._stopped or attempt.stream.finish is not None or attempt.freeing is not None:
             return
         self._line.note(ticket)
-        export = self._sender.open(ticket, attempt.key, attempt.blocks)
-        attempt.exports[ticket.transfer_id] = self._exports[ticket.transfer_id] = export
+        with outside():  # A connection that this opens serves later requests, too.
+            export = self._sender.open(ticket, attempt.key, attempt.blocks)
+        attempt.trace.begin(
+            "kv_transfer",
+            ticket.transfer_id,
+            to=f"{ticket.holder.dc}/{ticket.holder.role}/{ticket.holder.instance}",
+            transfer_path="fabric" if ticket.holder.dc == self._host.me.dc else "wan",
+        )
+        attempt.exports[ticket.transfer_id] = export
+        self._exporting[ticket.transfer_id] = attempt
         export.advance(attempt.computed)
+        if (missing_from := attempt.missing_from.get(ticket.transfer_id)) is not None:
+            export.resolve_in_flight(missing_from)
         work = self._deliver(attempt, ticket, export)
         attempt.tasks.append(self._host.tasks.spawn(work, f"deliver {attempt.key}"))
 
@@ -218,6 +333,7 @@ class PrefillService:
         try:
             await export.wait_delivered()
         except PddError as error:
+            attempt.trace.fail("kv_transfer", error, ticket.transfer_id)
             if ticket.transfer_id not in self._stopped:
                 await self._fail(attempt, error)
             return
@@ -227,22 +343,39 @@ class PrefillService:
             to=f"{ticket.holder.dc}/{ticket.holder.role}",
             bytes=export.sent_bytes,
         )
-        attempt.exports.pop(ticket.transfer_id, None)
-        self._exports.pop(ticket.transfer_id, None)
+        self._account(attempt, export, "delivered")
+        self._forget_export(attempt, ticket.transfer_id)
         await self._free_if_done(attempt)
+
+    def _account(self, attempt: PrefillAttempt, export: KvExport, outcome: str) -> None:
+        """A transfer is over: count what it moved."""
+        network = "fabric" if export.ticket.holder.dc == self._host.me.dc else "wan"
+        self._host.metrics.transfer(network, "sent", export.sent_bytes, export.age_s)
+        attempt.trace.end(
+            "kv_transfer",
+            export.ticket.transfer_id,
+            transfer_bytes=export.sent_bytes,
+            goodput_bytes_per_s=export.sent_bytes / max(export.age_s, 1e-6),
+            outcome=outcome,
+        )
 
     async def _stop_export(self, transfer_id: str) -> None:
         """Never write under this transfer (again); returns once nothing of it is in flight."""
         now = self._host.now()
         self._stopped = {k: t for k, t in self._stopped.items() if now - t < TOMBSTONE_S} | {transfer_id: now}
-        export = self._exports.get(transfer_id)
-        if export is None:
+        attempt = self._exporting.get(transfer_id)
+        if attempt is None:
             return
+        export = attempt.exports[transfer_id]
+        if not export.ended:
+            # Before whoever waits for the delivery hears of the end: it is no failure.
+            self._account(attempt, export, "stopped")
         await export.cancel()
-        self._exports.pop(transfer_id, None)
-        attempt = self._attempts.find(export.key)
-        if attempt is not None:
-            attempt.exports.pop(transfer_id, None)
+        self._forget_export(attempt, transfer_id)
+
+    def _forget_export(self, attempt: PrefillAttempt, transfer_id: str) -> None:
+        attempt.exports.pop(transfer_id, None)
+        self._exporting.pop(transfer_id, None)
 
     def _reconsider(self, attempt: PrefillAttempt) -> None:
         """With the first token at hand: is RelayDecode still worth its while?"""
@@ -250,7 +383,7 @@ class PrefillService:
         if attach is None or attach.relay is None or not attach.may_release_relay:
             return
         export = attempt.exports.get(attach.main.transfer_id)
-        left = export.payload_bytes_total - export.acked_bytes if export is not None else 0
+        left = export.unsettled_bytes if export is not None else 0
         figures = self._line.figures()
         line = Line(
             backlog_bytes=max(figures.backlog_bytes - left, 0),
@@ -294,13 +427,18 @@ class PrefillService:
             covered_tokens=attempt.target_tokens,
             prompt_hash=hash_prompt(attempt.submit.prompt),
         )
+        attempt.trace.begin("handoff", to=f"{ticket.holder.dc}/{ticket.holder.role}/{ticket.holder.instance}")
         try:
             reply = await self._offer(ticket.holder, message)
             if not reply.accepted:
                 raise RemoteError("handoff_refused", f"{ticket.holder.role} refused the hand-over: {reply.reason}")
         except PddError as error:
+            self._host.metrics.handoff("failed", len(message.ids))
+            attempt.trace.fail("handoff", error)
             await self._fail(attempt, error)
             return
+        self._host.metrics.handoff("accepted", len(message.ids))
+        attempt.trace.end("handoff", tokens=len(message.ids))
         attempt.handed_over = True
         await self._free_if_done(attempt)
 
@@ -328,15 +466,43 @@ class PrefillService:
         await self._host.report_failed(attempt.key, attempt.gateway, error)
         await self._drop(attempt.key)
 
-    async def _drop(self, key: AttemptKey) -> None:
+    async def _drop(self, key: AttemptKey, *, keep_kv: bool = False) -> None:
         attempt = self._attempts.close(key)
         if attempt is None:
             return
         self._host.unwatch(key)
+        if not attempt.blocks:
+            self._waiting.remove(attempt)
         for task in attempt.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
+        if attempt.attach is not None:
+            main = attempt.exports.get(attempt.attach.main.transfer_id)
+            if keep_kv and main is not None and attempt.sampled and attempt.freeing is None:
+                self._kept[key] = attempt
+                self._host.tasks.spawn(self._let_arrive(attempt, main), f"keep {key}")
+                return
         await self._free_kv(attempt)
+
+    async def _let_arrive(self, attempt: PrefillAttempt, export: KvExport) -> None:
+        """The answer has ended; MainDecode gets the KV for its cache, unless that takes too long."""
+        try:
+            for transfer_id in [one for one in attempt.exports if one != export.ticket.transfer_id]:
+                await self._stop_export(transfer_id)
+            async with asyncio.timeout(self._host.lease_s):
+                await export.wait_delivered()
+            self._account(attempt, export, "delivered")
+        except (TimeoutError, PddError) as error:
+            logger.info("kv_not_kept", request_id=attempt.key.request_id, error=str(error) or "too late")
+        self._kept.pop(attempt.key, None)
+        await self._free_kv(attempt)
+
+    def _drop_oldest_kept(self) -> None:
+        """Blocks are wanted by requests that live."""
+        attempt = next(iter(self._kept.values()), None)
+        if attempt is not None:
+            del self._kept[attempt.key]
+            self._host.tasks.spawn(self._free_kv(attempt), f"drop {attempt.key}")
 
     async def _free_if_done(self, attempt: PrefillAttempt) -> None:
         if attempt.handed_over and not attempt.exports:
@@ -351,8 +517,9 @@ class PrefillService:
     async def _give_back(self, attempt: PrefillAttempt) -> None:
         for transfer_id in list(attempt.exports):
             await self._stop_export(transfer_id)
-        attempt.exports.clear()
+        attempt.trace.close("over")
         await self._host.release(attempt.key)
+        self._admit()
 
     def _abandon(self, key: AttemptKey) -> None:
         self._host.tasks.spawn(self._drop(key), f"drop {key}")

@@ -13,12 +13,12 @@ from pdd.transfer.fabric import Senders, make_fabric_sender
 from pdd.transfer.stream_sender import StreamSender
 from pdd.types import Peer
 from services.prefill.line import LineMeter
-from services.prefill.service import LinePrior, PrefillService
+from services.prefill.service import Admission, LinePrior, PrefillService
 
 
 async def serve(settings: StageSettings, me: Peer, stop: asyncio.Event) -> None:
     """Run until `stop` is set."""
-    loaded = runtime.load(settings)
+    loaded = runtime.load(settings, prefix_cache=True)
     prior = LinePrior(
         goodput_bytes_per_s=settings.line_mbps * 1e6 / 8,
         delay_s=settings.line_delay_ms / 1e3,
@@ -27,7 +27,8 @@ async def serve(settings: StageSettings, me: Peer, stop: asyncio.Event) -> None:
     async with _open_senders(settings, me, loaded) as senders:
         fabric = "stream" if senders.nixl is None else "nixl"
         async with runtime.open_host(settings, me, loaded, fabric, stop=stop) as host:
-            service = PrefillService(host, senders, LineMeter(senders.stream, me.dc), prior)
+            admission = Admission(settings.max_waiting, settings.held_for_wan_share)
+            service = PrefillService(host, senders, LineMeter(senders.stream, me.dc), prior, admission)
             await runtime.run_until(host, service.endpoints(), service.on_step, stop=stop, fabric_lost=senders.lost)
 
 

@@ -36,7 +36,7 @@ class RelayService:
 
     def __init__(self, host: StageHost, *, fabric: KvReceiver, wan: KvReceiver) -> None:
         self._host = host
-        self.stage = DecodeStage(host, self, fabric=fabric, wan=wan)
+        self.stage = DecodeStage(host, self, fabric=fabric, wan=wan, caches=False)
         self._handoffs: dict[AttemptKey, HandoffSender] = {}
         host.registry.on_gone = self.main_gone
 
@@ -98,27 +98,34 @@ class RelayService:
         attempt.tasks.append(self._host.tasks.spawn(self.stage.fail(attempt, error), f"fail {attempt.key}"))
 
     def _act(self, attempt: DecodeAttempt, actions: Sequence[Action]) -> None:
-        for action in actions:
-            work = self._carry_out(attempt, action)
-            attempt.tasks.append(self._host.tasks.spawn(work, f"{type(action).__name__.lower()} {attempt.key}"))
+        with attempt.trace.active():
+            for action in actions:
+                work = self._carry_out(attempt, action)
+                attempt.tasks.append(self._host.tasks.spawn(work, f"{type(action).__name__.lower()} {attempt.key}"))
 
     async def _carry_out(self, attempt: DecodeAttempt, action: Action) -> None:
         handoff = self._handoffs[attempt.key]
         match action:
             case Freeze():
-                self._act(attempt, handoff.frozen(await self._freeze(attempt)))
+                attempt.trace.begin("handoff")
+                ids = await self._freeze(attempt)
+                attempt.trace.end(self.stage.decode_phase, tokens=attempt.sampled)
+                self._act(attempt, handoff.frozen(ids))
             case Offer():
                 await self._offer(attempt, handoff, action)
             case AskBack():
                 await self._ask_back(attempt, handoff, action)
             case Resume(generation):
                 attempt.generation = generation
+                attempt.trace.end("handoff", outcome="withdrawn")
                 if attempt.started:
                     await self._host.engine.call(lambda engine: engine.thaw(attempt.key))
                 self.stage.start_if_ready(attempt)
             case Release(handed_over):
+                self._host.metrics.handoff("accepted", handed_over)
                 self._host.progress(attempt.key, attempt.gateway, Phase.HANDED_OVER, tokens=attempt.sampled)
                 logger.info("handoff_completed", request_id=attempt.key.request_id, tokens=handed_over)
+                attempt.trace.end("handoff", tokens=handed_over)
                 await self.stage.free_kv(attempt)
 
     async def _freeze(self, attempt: DecodeAttempt) -> list[int]:
@@ -139,16 +146,20 @@ class RelayService:
             first_position=len(prompt),
             ids=list(offer.ids),
             final=True,
-            covered_tokens=attempt.kv.ticket.end_token,
+            covered_tokens=len(attempt.kv.tokens),
             prompt_hash=hash_prompt(prompt),
         )
+        attempt.trace.event("handoff", "offered", to=f"{offer.main.dc}/{offer.main.role}/{offer.main.instance}")
         subject = subjects.endpoint(offer.main, "handoff")
         try:
             reply = await self._host.bus.request(subject, message, HandoffReply, timeout_s=_OFFER_TIMEOUT_S)
         except PddError as error:
             logger.warning("handoff_declined", request_id=attempt.key.request_id, error=str(error))
+            self._host.metrics.handoff("failed", len(offer.ids))
             actions = handoff.refused(offer.seq) if error.code in _NOT_TAKEN else handoff.silent(offer.seq)
         else:
+            if not reply.accepted:
+                self._host.metrics.handoff("refused", len(offer.ids))
             actions = handoff.accepted(offer.seq) if reply.accepted else handoff.refused(offer.seq)
         self._act(attempt, actions)
         self._give_up_if_stuck(attempt)
@@ -165,5 +176,7 @@ class RelayService:
                 await asyncio.sleep(_ASK_BACK_INTERVAL_S)
                 actions = handoff.silent(action.seq)
         else:
+            if answer.withdrawn:
+                self._host.metrics.handoff("withdrawn", 0)
             actions = handoff.withdraw_answered(action.seq, answer.withdrawn)
         self._act(attempt, actions)

@@ -12,7 +12,7 @@ from services.relay.service import RelayService
 
 async def serve(settings: StageSettings, me: Peer, stop: asyncio.Event) -> None:
     """Run until `stop` is set."""
-    loaded = runtime.load(settings)
+    loaded = runtime.load(settings, prefix_cache=False)
     async with (
         runtime.open_receivers(settings, me, loaded) as (fabric, wan),
         runtime.open_host(settings, me, loaded, "stream" if fabric.fences_itself else "nixl", stop=stop) as host,

@@ -111,11 +111,12 @@ async def client(mesh: LocalMesh) -> AsyncIterator[Client]:
 
 
 async def books_balance(client: Client) -> None:
-    """Once nothing runs, every block is free everywhere, and no decode stage ever computed a prompt token."""
+    """Once nothing runs, nobody uses a block anywhere, and no decode stage ever computed a prompt token."""
     deadline = time.monotonic() + SETTLE_S
     while True:
         loads = [(one["role"], one["load"]) for one in await client.instances()]
-        held = [role for role, load in loads if load["free_blocks"] != load["total_blocks"] or load["running"]]
+        used = {role: load["total_blocks"] - load["free_blocks"] - load["evictable_blocks"] for role, load in loads}
+        held = [role for role, load in loads if used[role] or load["running"]]
         if not held:
             break
         assert time.monotonic() < deadline, f"blocks are still held by {held}"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
 import socket
@@ -14,6 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from pdd.local.scrape import scrape
 from pdd.model.source import ensure_default_model
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
@@ -61,7 +63,15 @@ def test_up_status_logs_down(environment: dict[str, str]) -> None:
         status = pdd(environment, "status")
         assert status.returncode == 0
         assert "main_decode" in status.stdout
-        assert "64" in status.stdout
+        assert "0/16" in status.stdout
+
+        told = json.loads(pdd(environment, "status", "--json").stdout)
+        assert {one["load"]["total_blocks"] for one in told["instances"]} == {64}
+        ports = [*(one["metrics_port"] for one in told["instances"]), told["cache"]["metrics_port"]]
+        urls = [f"http://127.0.0.1:{port}/metrics" for port in ports] + [told["gateway"]["url"] + "/metrics"]
+        scrapes = [samples for url in urls if (samples := scrape(url)) is not None]
+        roles = sorted(role for samples in scrapes for role in samples.by("pdd_process_info", "role"))
+        assert roles == ["cache", "gateway", "main_decode", "prefill", "relay"]
 
         again = pdd(environment, "up", "--detach", *small)
         assert again.returncode == 1

@@ -13,6 +13,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from services.gateway.prefix_view import PrefixView
 from services.gateway.router import Router, RoutingPolicy
 from services.main_decode.service import MainDecodeService
 from services.prefill.line import LineMeter
-from services.prefill.service import LinePrior, PrefillService
+from services.prefill.service import Admission, LinePrior, PrefillService
 from services.relay.service import RelayService
 from tests.integration.conftest import ControlPlane
 
@@ -103,9 +104,9 @@ class Stage:
 
     def held(self) -> str:
         """What is not given back, in words; nothing if nothing is held."""
-        blocks, status = self.host.loaded.engine.cache, self.host.engine.status()
+        cache, status = self.host.loaded.engine.cache, self.host.engine.status()
         held = {
-            "blocks": blocks.total_blocks - blocks.free_blocks,
+            "blocks": cache.total_blocks - cache.available_blocks,
             "running": status.running,
             "waiting": status.waiting,
             "attempts": len(self.attempts),
@@ -159,6 +160,8 @@ async def open_stages(
     pool_tokens: int = 2048,
     seats: int = 16,
     max_attempts: int = 1,
+    prefix_cache: bool = True,
+    line_bytes_per_s: float = _LINE_BYTES_PER_S,
 ) -> AsyncGenerator[Stages]:
     """A mesh in which everybody has heard of everybody. P, RLD and MD differ in block size, as they may.
 
@@ -182,7 +185,7 @@ async def open_stages(
             kv_connections=2,
             lease_s=lease_s,
         )
-        return chosen, chosen.peer(role), runtime.load(chosen)
+        return chosen, chosen.peer(role), runtime.load(chosen, prefix_cache=prefix_cache and role is not Role.RELAY)
 
     async with AsyncExitStack() as stack:
         gateway_bus = BentBus(await stack.enter_async_context(connect(control_plane.nats_a, "gateway")))
@@ -191,10 +194,11 @@ async def open_stages(
             me=Peer("a", Role.GATEWAY, unique, secrets.token_hex(4)),
             bus=gateway_bus,
             registry=registry,
-            router=Router(registry, RoutingPolicy(_LINE_BYTES_PER_S, _LINE_DELAY_S, budget_s)),
+            router=Router(registry, RoutingPolicy(line_bytes_per_s, _LINE_DELAY_S, budget_s)),
             prefixes=PrefixView(gateway_bus, "a", 0.05),
             limits=Limits(
                 queue_timeout_s=10.0,
+                max_waiting=64,
                 stall_timeout_s=10.0,
                 replay_after_s=0.1,
                 max_attempts=max_attempts,
@@ -204,10 +208,12 @@ async def open_stages(
         )
         await gateway.start()
         stack.push_async_callback(gateway.close)
-        prior = LinePrior(_LINE_BYTES_PER_S, _LINE_DELAY_S, budget_s)
+        prior = LinePrior(line_bytes_per_s, _LINE_DELAY_S, budget_s)
         prefill = await _open_prefill(stack, *settings(Role.PREFILL, "a", 8), prior)
         relay = await _open_decode(stack, *settings(Role.RELAY, "a", 4), RelayService)
-        main = await _open_decode(stack, *settings(Role.MAIN_DECODE, "b", 16), MainDecodeService)
+        main = await _open_decode(
+            stack, *settings(Role.MAIN_DECODE, "b", 16), partial(MainDecodeService, idle_share=0.3)
+        )
         stages = Stages(prefill, relay, main, gateway, gateway_bus)
         async with asyncio.timeout(_STAGES_HEARD_S):
             hearers = [registry, *(stage.host.registry for stage in stages.all())]
@@ -230,7 +236,7 @@ async def _open_prefill(
     stack.push_async_callback(senders.stop)
     host = await stack.enter_async_context(runtime.open_host(settings, me, loaded, "stream"))
     host.bus = BentBus(host.bus)
-    service = PrefillService(host, senders, LineMeter(senders.stream, me.dc), prior)
+    service = PrefillService(host, senders, LineMeter(senders.stream, me.dc), prior, Admission(64, 0.4))
     _run(stack, host, service.endpoints(), service.on_step, senders.lost)
     return Stage(host, service, service._attempts)
 
@@ -240,12 +246,12 @@ async def _open_decode(
     settings: StageSettings,
     me: Peer,
     loaded: LoadedEngine,
-    kind: type[RelayService] | type[MainDecodeService],
+    make: Callable[..., RelayService | MainDecodeService],
 ) -> Stage:
     fabric, wan = await stack.enter_async_context(runtime.open_receivers(settings, me, loaded))
     host = await stack.enter_async_context(runtime.open_host(settings, me, loaded, "stream"))
     host.bus = BentBus(host.bus)
-    service = kind(host, fabric=fabric, wan=wan)
+    service = make(host, fabric=fabric, wan=wan)
     _run(stack, host, service.endpoints(), service.stage.on_step, fabric.lost)
     return Stage(host, service, service.stage.attempts)
 
@@ -271,9 +277,10 @@ class Oracle:
     """The single engine that a mesh must equal, and requests to compare."""
 
     def __init__(self, model: Path) -> None:
-        self._loaded = runtime.load(
-            StageSettings(model=model, dtype="float32", block_size=4, pool_tokens=512, step_tokens=64, max_running=1)
+        settings = StageSettings(
+            model=model, dtype="float32", block_size=4, pool_tokens=512, step_tokens=64, max_running=1
         )
+        self._loaded = runtime.load(settings, prefix_cache=False)
         self._random = random.Random(11)
 
     def request(self, tokens: int, prompt_tokens: int = 37, **fields: Any) -> GenerationRequest:

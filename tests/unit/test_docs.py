@@ -4,14 +4,28 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from typing import cast
 
 import msgspec
 import pytest
 import typer
+from prometheus_client.metrics import MetricWrapperBase
 
 from pdd import cli, config_docs, kv, types
 from pdd.mesh import messages
+from pdd.mesh.bus import Bus
+from pdd.mesh.registry import Registry
+from pdd.stage.metrics import StageMetrics
+from pdd.telemetry.metrics import process_registry
 from pdd.transfer import nixl_wire, wire
+from pdd.types import Peer, Role
+from services.cache.metrics import CacheMetrics
+from services.gateway.api.metrics import Metrics
+from services.gateway.coordinator import Coordinator, Limits
+from services.gateway.mesh_metrics import MeshCollector
+from services.gateway.prefix_view import PrefixView
+from services.gateway.router import Router, RoutingPolicy
+from tests.unit.mesh.beats import IDLE
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTS = [*sorted(ROOT.glob("*.md")), *sorted((ROOT / "docs").glob("*.md"))]
@@ -80,3 +94,52 @@ def test_the_protocol_lists_every_field(struct: type[msgspec.Struct]) -> None:
         rf"^\| `{struct.__name__}` \|(?:.*\|)? ?(.*?) ?\|$", (ROOT / "docs" / "protocol.md").read_text(), re.MULTILINE
     )
     assert list(struct.__struct_fields__) in [re.findall(r"`(\w+)`", row) for row in rows]
+
+
+def shown_metrics() -> dict[str, tuple[str, list[str]]]:
+    """Type and labels of every metric of ours, by the name under which Prometheus stores it."""
+    registry = process_registry(Peer("a", Role.PREFILL, "0", "e"))
+    stage = StageMetrics(registry)
+    stage.beat(msgspec.structs.replace(IDLE, wan_goodput_bytes_per_s=1.0, wan_rtt_s=1.0))
+    Metrics(registry)
+    CacheMetrics(registry)
+    heard = Registry(lambda: 0.0)
+    coordinator = Coordinator(
+        me=Peer("a", Role.GATEWAY, "0", "e"),
+        bus=cast(Bus, None),
+        registry=heard,
+        router=Router(heard, RoutingPolicy(1.0, 0.0, 0.0)),
+        prefixes=PrefixView(cast(Bus, None), "a", 1.0),
+        limits=Limits(1.0, 1, 1.0, 1.0, 1, 1),
+        now=lambda: 0.0,
+    )
+    registry.register(MeshCollector(coordinator))
+    labels = {
+        metric._name: list(metric._labelnames)
+        for metric in registry._collector_to_names
+        if isinstance(metric, MetricWrapperBase)
+    }
+    shown: dict[str, tuple[str, list[str]]] = {}
+    for family in registry.collect():
+        if not family.name.startswith("pdd_"):
+            continue
+        kind = {"info": "gauge"}.get(family.type, family.type)
+        name = family.name + {"counter": "_total", "info": "_info"}.get(family.type, "")
+        sampled = [name for sample in family.samples[:1] for name in sample.labels if name != "le"]
+        shown[name] = (kind, labels.get(family.name) or sampled)
+    return shown
+
+
+def test_every_metric_is_documented_as_it_is() -> None:
+    rows = re.findall(
+        r"^\| `(pdd_\w+)` \| (\w+) \| (.*?) ?\|", (ROOT / "docs" / "metrics.md").read_text(), re.MULTILINE
+    )
+    assert {name: (kind, re.findall(r"`(\w+)`", labels)) for name, kind, labels in rows} == shown_metrics()
+
+
+def test_every_span_is_listed() -> None:
+    code = "".join(path.read_text() for folder in ("libs", "services") for path in (ROOT / folder).rglob("*.py"))
+    begun = set(re.findall(r"\.(?:begin|during|child)\(\s*\"(\w+)\"", code))
+    listed = re.findall(r"^\| (`.*?) \| ", (ROOT / "docs" / "telemetry.md").read_text(), re.MULTILINE)
+    assert begun
+    assert begun <= {name for row in listed for name in re.findall(r"`(\w+)`", row)}

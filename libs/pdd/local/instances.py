@@ -6,46 +6,38 @@ import httpx
 import msgspec
 
 from pdd.local.loopback import client
+from pdd.mesh.messages import Load
 
 PROBE_TIMEOUT_S = 2.0
 
 
-class Load(msgspec.Struct, frozen=True):
-    """The figures of an instance that `pdd status` shows."""
-
-    running: int = 0
-    waiting: int = 0
-    reserved: int = 0
-    seats: int = 0
-    free_blocks: int = 0
-    total_blocks: int = 0
-    output_tokens: int = 0
-    wan_goodput_bytes_per_s: float | None = None
-
-
 class Instance(msgspec.Struct, frozen=True):
-    """A live instance as the gateway reports it."""
+    """A live instance as the gateway reports it. Its metrics are at `metrics_port`."""
 
     dc: str
     role: str
     instance: str
-    epoch: str = ""
-    pid: int = 0
-    fabric: str = ""
-    dtype: str = ""
-    max_model_len: int = 0
-    load: Load = Load()
+    epoch: str
+    pid: int
+    fabric: str
+    dtype: str
+    max_model_len: int
+    metrics_port: int
+    load: Load
 
 
-class _MeshReport(msgspec.Struct, frozen=True):
+class MeshReport(msgspec.Struct, frozen=True):
+    """What `GET /mesh` answers. `cache` is `up` or `down`."""
+
     instances: list[Instance]
+    cache: str
 
 
-def live_instances(gateway_url: str) -> list[Instance] | None:
+def mesh_report(gateway_url: str) -> MeshReport | None:
     """What the gateway knows of the mesh (`GET /mesh`); None while it does not answer."""
     try:
         answer = client().get(f"{gateway_url}/mesh", timeout=PROBE_TIMEOUT_S)
         answer.raise_for_status()
-        return msgspec.json.decode(answer.content, type=_MeshReport).instances
+        return msgspec.json.decode(answer.content, type=MeshReport)
     except (httpx.HTTPError, msgspec.DecodeError):
         return None

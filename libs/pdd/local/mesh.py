@@ -22,7 +22,7 @@ import psutil
 from pdd.local import servers
 from pdd.local.cores import Assignment
 from pdd.local.footprint import read_config, stage_bytes
-from pdd.local.instances import live_instances
+from pdd.local.instances import mesh_report
 from pdd.local.plan import (
     MeshOptions,
     Ports,
@@ -59,6 +59,7 @@ class LocalMesh:
         self.gateway_url = ""
         self.shaper_control = 0
         """Port for `pdd.local.shaper.ask`."""
+        self._cache_metrics = 0
         self.assignments: list[Assignment] = []
 
     def __enter__(self) -> LocalMesh:
@@ -109,10 +110,10 @@ class LocalMesh:
         expected = {(stage.dc, stage.role.value, stage.instance): stage.name for stage in stages(self._options)}
 
         def waiting_for() -> str:
-            live = live_instances(self.gateway_url)
-            if live is None:
+            report = mesh_report(self.gateway_url)
+            if report is None:
                 return "the gateway"
-            seen = {(one.dc, one.role, one.instance) for one in live}
+            seen = {(one.dc, one.role, one.instance) for one in report.instances}
             return ", ".join(name for place, name in expected.items() if place not in seen)
 
         self._processes.wait_for(waiting_for, deadline_s)
@@ -132,6 +133,7 @@ class LocalMesh:
         check_gateway_port(ports.gateway)
         self.gateway_url = f"http://127.0.0.1:{ports.gateway}"
         self.shaper_control = ports.shaper_control
+        self._cache_metrics = ports.cache_metrics
 
         self._launch_servers(ports)
         # Reading the model's header takes seconds: as long as the servers need to come up.
@@ -193,7 +195,9 @@ class LocalMesh:
     def _save(self, *, ready: bool) -> None:
         """Write down what runs, so that it can be stopped even if this process is killed."""
         me = ProcessId.of("supervisor", os.getpid())
-        self._state.write(RunState(me, self._processes.ids(), self.gateway_url, self.shaper_control, ready))
+        self._state.write(
+            RunState(me, self._processes.ids(), self.gateway_url, self.shaper_control, ready, self._cache_metrics)
+        )
 
     def _clear_leftovers(self) -> None:
         state = self._state.read()

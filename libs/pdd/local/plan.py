@@ -112,13 +112,14 @@ class Ports(msgspec.Struct, frozen=True):
     shaper_control: int
     leaf_wan: int
     gateway: int
+    cache_metrics: int
     kv: list[int]
     kv_wan: list[int]
 
 
 def hand_out(options: MeshOptions, free: Sequence[int]) -> Ports:
     """Name the ports of a mesh. `free` has `ports_needed` of them; the gateway's own wish comes first."""
-    nats_a, nats_a_http, leaf, nats_b, nats_b_http, valkey, shaper_control, leaf_wan, gateway, *kv = free
+    nats_a, nats_a_http, leaf, nats_b, nats_b_http, valkey, shaper_control, leaf_wan, gateway, cache_metrics, *kv = free
     return Ports(
         nats_a=nats_a,
         nats_a_http=nats_a_http,
@@ -129,6 +130,7 @@ def hand_out(options: MeshOptions, free: Sequence[int]) -> Ports:
         shaper_control=shaper_control,
         leaf_wan=leaf_wan,
         gateway=options.gateway_port or gateway,
+        cache_metrics=cache_metrics,
         kv=kv[0::2],
         kv_wan=kv[1::2],
     )
@@ -136,7 +138,7 @@ def hand_out(options: MeshOptions, free: Sequence[int]) -> Ports:
 
 def ports_needed(options: MeshOptions) -> int:
     """How many free ports `hand_out` names."""
-    return 9 + 2 * options.main_decode
+    return 10 + 2 * options.main_decode
 
 
 def stages(options: MeshOptions) -> list[Stage]:
@@ -193,7 +195,11 @@ def service_processes(
             values |= {"kv_port": ports.kv[n], "kv_advertise": f"127.0.0.1:{ports.kv_wan[n]}"}
         env = {"UCX_TLS": ucx_tls, **environment(StageSettings, values), **options.env}
         specs.append(ProcessSpec(stage.name, _python(f"services.{stage.role}"), env, where.cores))
-    cache: dict[str, object] = {"nats_url": nats["a"], "redis_url": f"redis://127.0.0.1:{ports.valkey}/0"}
+    cache: dict[str, object] = {
+        "nats_url": nats["a"],
+        "redis_url": f"redis://127.0.0.1:{ports.valkey}/0",
+        "metrics_port": ports.cache_metrics,
+    }
     gateway: dict[str, object] = {
         **line,
         "nats_url": nats["a"],

@@ -18,13 +18,17 @@ from pdd.local.supervisor import ProcessId
 
 
 class RunState(msgspec.Struct, frozen=True):
-    """A mesh as its supervisor last described it. `ready` turns true once all instances are live."""
+    """A mesh as its supervisor last described it. `ready` turns true once all instances are live.
+
+    The cache does not beat, so that nobody else could say at which port its metrics are (0: none).
+    """
 
     supervisor: ProcessId
     processes: list[ProcessId]
     gateway_url: str
     shaper_control: int
     ready: bool = False
+    cache_metrics: int = 0
 
 
 def default_state_dir() -> Path:

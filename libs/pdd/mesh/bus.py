@@ -22,10 +22,10 @@ from nats.errors import NoRespondersError, SlowConsumerError
 from nats.micro.request import Request as MicroRequest
 from nats.micro.service import Service
 from opentelemetry import context as otel_context
-from opentelemetry import propagate
 
 from pdd.errors import DeadlineError, PddError, RemoteError, TooLargeError, UnreachableError
 from pdd.mesh import messages
+from pdd.telemetry import tracing
 from pdd.types import Peer
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -179,7 +179,7 @@ class Bus:
         return accept
 
     async def _answer(self, endpoint: Endpoint, request: MicroRequest) -> None:
-        token = otel_context.attach(propagate.extract(request.headers or {}))
+        token = otel_context.attach(tracing.extract(request.headers or {}))
         try:
             reply = await endpoint.handler(messages.decode(request.data, endpoint.kind))
             await request.respond(self._encode(f"the caller of {endpoint.subject}", reply, None))
@@ -276,5 +276,5 @@ def _wire_bytes(headers: dict[str, str] | None) -> int:
 
 def _trace_headers() -> dict[str, str] | None:
     headers: dict[str, str] = {}
-    propagate.inject(headers)
+    tracing.inject(headers)
     return headers or None

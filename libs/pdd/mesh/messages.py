@@ -23,7 +23,8 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=False):
 class Submit(Message, frozen=True):
     """gateway -> P: compute this prompt. P starts at once; destinations follow in `Attach`.
 
-    `outputs` were emitted by earlier attempts; P extends over them too and samples the token after them.
+    `outputs` were emitted by earlier attempts; P extends over them too and samples the token after them. `salt` keeps
+    what is cached of one tenant from others.
     """
 
     key: AttemptKey
@@ -32,10 +33,11 @@ class Submit(Message, frozen=True):
     outputs: list[int]
     sampling: Sampling
     stop: StopRule
+    salt: str = ""
 
 
 class Submitted(Message, frozen=True):
-    """P's answer: accepted, with the hit length P found."""
+    """P's answer: accepted, with the hit length as of now; `prefill_started` tells the one that counts."""
 
     peer: Peer
     hit_tokens: int
@@ -60,6 +62,7 @@ class Reserve(Message, frozen=True):
     relay: Peer | None = None
     main: Peer | None = None
     handoff_at: int | None = None
+    salt: str = ""
 
 
 class Reserved(Message, frozen=True):
@@ -104,10 +107,23 @@ class Withdrawn(Message, frozen=True):
 
 
 class Cancel(Message, frozen=True):
-    """gateway -> every stage of an attempt that is over, whatever the reason. P answers once it writes to nobody."""
+    """gateway -> every stage of an attempt that is over, whatever the reason. P answers once it writes to nobody.
+
+    `keep_kv`: the answer ended well before MD had its KV. P lets that transfer run on and MD caches what arrives, so
+    that MD's cache does not fall behind P's; both forget the attempt otherwise.
+    """
 
     key: AttemptKey
     reason: str
+    keep_kv: bool = False
+
+
+class InFlight(Message, frozen=True):
+    """MD -> P: what its ticket called in flight has arrived up to `missing_from`; send the rest of that, if any."""
+
+    key: AttemptKey
+    transfer_id: str
+    missing_from: int
 
 
 class Drain(Message, frozen=True):
@@ -163,6 +179,7 @@ class Ok(Message, frozen=True):
 class Phase(StrEnum):
     """What a stage reports about an attempt."""
 
+    QUEUED = "queued"
     PREFILL_STARTED = "prefill_started"
     PREFILL_CHUNK = "prefill_chunk"
     PREFILL_DONE = "prefill_done"
@@ -175,8 +192,9 @@ class Phase(StrEnum):
 class Progress(Message, frozen=True):
     """stage -> gateway, at phase changes and each second: a sign of life, and what the timeline is made of.
 
-    `received_bytes` are KV bytes this stage has received for the attempt, `tokens` the tokens it computed (P) or
-    sampled (RLD, MD), `recomputed_prompt_tokens` prompt tokens that a decode stage had to compute (must be 0).
+    `received_bytes` are KV bytes this stage has received for the attempt. `tokens` are the tokens whose KV exists (P;
+    with `prefill_started` those that were cached) or that were sampled here (RLD, MD). `recomputed_prompt_tokens` are
+    prompt tokens that a decode stage had to compute (must be 0).
     """
 
     key: AttemptKey
@@ -197,29 +215,39 @@ class TokenBatch(Message, frozen=True):
 
 
 class Load(Message, frozen=True):
-    """How busy a stage is, and how fast."""
+    """How busy a stage is, and how fast.
+
+    Blocks are `free_blocks`, `evictable_blocks` (cached, not in use) or in use. Of `prompt_tokens_seen`, `hit_tokens`
+    had their KV here when they came. `batch_sequences` is the mean of the last steps; bytes are KV, sent and received.
+    """
 
     running: int
     waiting: int
     reserved: int
     seats: int
     free_blocks: int
+    evictable_blocks: int
     total_blocks: int
     steps: int
     prompt_tokens: int
     output_tokens: int
     recomputed_prompt_tokens: int
+    prompt_tokens_seen: int
+    hit_tokens: int
+    batch_sequences: float
     prefill_tokens_per_s: float
     itl_s: float
     wan_backlog_bytes: int
     wan_goodput_bytes_per_s: float | None
     wan_rtt_s: float | None
+    wan_bytes: int
+    fabric_bytes: int
     stale_messages: int
     pace_overruns: int
 
 
 class Beat(Message, frozen=True):
-    """Every second from each stage. Each reader expires it by its own clock."""
+    """Every second from each stage. Each reader expires it by its own clock. Metrics are at `metrics_port`."""
 
     peer: Peer
     pid: int
@@ -228,6 +256,7 @@ class Beat(Message, frozen=True):
     max_model_len: int
     step_tokens: int
     fabric: str
+    metrics_port: int
     load: Load
 
 

@@ -19,9 +19,20 @@ class Candidate:
     hit_tokens: int = 0
 
 
+WAITING_TOKENS = 256
+"""A request ahead of this one weighs as much as so many tokens that would have to be computed or moved."""
+
+
 def rank(candidates: Sequence[Candidate]) -> list[Candidate]:
-    """Order candidates from best to worst: longest hit first, then least loaded, then by name."""
+    """Order candidates from best to worst: longest hit minus load, then least full, then by name.
+
+    A conversation stays where its KV is, and moves when that costs less than waiting.
+    """
     return sorted(
         candidates,
-        key=lambda c: (-c.hit_tokens, c.waiting + c.committed, max(c.seats_used, c.blocks_used), c.name),
+        key=lambda c: (
+            WAITING_TOKENS * (c.waiting + c.committed) - c.hit_tokens,
+            max(c.seats_used, c.blocks_used),
+            c.name,
+        ),
     )

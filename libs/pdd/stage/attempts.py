@@ -28,12 +28,16 @@ class Attempts(Generic[State]):
 
     def open(self, key: AttemptKey, state: State) -> None:
         """Enter a new attempt. Raises `StaleError` if it is over already or a newer one is live."""
+        self.require_fresh(key)
+        self._live[key] = state
+
+    def require_fresh(self, key: AttemptKey) -> None:
+        """Raise `StaleError` if `open` would."""
         self._prune()
         if key in self._tombstones or any(
             other.request_id == key.request_id and other.attempt >= key.attempt for other in self._live
         ):
             self._refuse(key)
-        self._live[key] = state
 
     def get(self, key: AttemptKey) -> State:
         """State of a live attempt. Raises `StaleError` if it is over, `UnknownRequestError` if it never was."""
@@ -47,10 +51,6 @@ class Attempts(Generic[State]):
     def find(self, key: AttemptKey) -> State | None:
         """State of a live attempt, or None."""
         return self._live.get(key)
-
-    def retract(self, key: AttemptKey) -> None:
-        """Undo `open`: the attempt was refused for lack of room and may come again."""
-        del self._live[key]
 
     def close(self, key: AttemptKey) -> State | None:
         """End an attempt, known or not, and bury it. Returns its state if it was live."""

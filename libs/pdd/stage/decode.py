@@ -1,8 +1,8 @@
 """A stage that decodes: takes KV in, takes the stream over, samples. RelayDecode and MainDecode are made of it.
 
-An attempt's life: reserved (blocks are held, KV arrives in them) -> started (it owns the stream and has all KV; the
-blocks belong to the engine) -> ended or handed on (KV is freed, output IDs stay for replay) -> forgotten. Blocks
-are freed only when no peer can still write them: see `_free_reserved`.
+An attempt's life: reserved (`KvIntake` holds blocks, KV arrives in them) -> ready (all KV is here, and room for the
+answer) -> started (it owns the stream; the blocks belong to the engine) -> ended or handed on (KV is given up, output
+IDs stay for replay) -> forgotten.
 """
 
 from __future__ import annotations
@@ -15,21 +15,20 @@ from typing import Protocol
 import structlog
 
 from pdd.engine.engine import SequenceSpec, StepResult
-from pdd.errors import CapacityError, PddError, TooLargeError, UnreachableError
+from pdd.errors import CapacityError, PddError
 from pdd.handoff.receiver import HandoffReceiver
 from pdd.mesh import subjects
 from pdd.mesh.bus import Endpoint
-from pdd.mesh.messages import Cancel, Drain, Ok, Phase, Replay, Replayed, Reserve, Reserved
+from pdd.mesh.messages import Cancel, Ok, Phase, Replay, Replayed, Reserve, Reserved
 from pdd.stage.attempts import Attempts
 from pdd.stage.host import StageHost
+from pdd.stage.intake import KvIntake, Reservation
 from pdd.stage.output import OutputStream
-from pdd.transfer.incoming import KvImport
+from pdd.telemetry.tracing import Trace
 from pdd.transfer.interface import KvReceiver
-from pdd.types import AttemptKey, Handoff, HandoffReply, Peer, TokenEvent
+from pdd.types import AttemptKey, Handoff, HandoffReply, Peer, Role, TokenEvent
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
-
-_DRAIN_TIMEOUT_S = 5.0
 
 
 @dataclass
@@ -37,11 +36,10 @@ class DecodeAttempt:
     """One attempt on a decode stage."""
 
     reserve: Reserve
-    blocks: list[int]
-    kv: KvImport
-    transport: KvReceiver
+    kv: Reservation
     receiver: HandoffReceiver
     stream: OutputStream
+    trace: Trace
     generation: int = 0
     sampled: int = 0
     reported_bytes: int = 0
@@ -79,16 +77,27 @@ class DecodeEvents(Protocol):
 
 
 class DecodeStage:
-    """See the module. `fabric` and `wan` receive KV from the same and from another datacenter."""
+    """See the module. `fabric` and `wan` receive KV from the same and from another datacenter; for `caches` and
+    `idle_share` see `KvIntake`."""
 
-    def __init__(self, host: StageHost, events: DecodeEvents, *, fabric: KvReceiver, wan: KvReceiver) -> None:
+    def __init__(
+        self,
+        host: StageHost,
+        events: DecodeEvents,
+        *,
+        fabric: KvReceiver,
+        wan: KvReceiver,
+        caches: bool,
+        idle_share: float = 1.0,
+    ) -> None:
         self._host = host
         self._events = events
-        self._fabric = fabric
-        self._wan = wan
+        self._intake = KvIntake(host, fabric=fabric, wan=wan, caches=caches, idle_share=idle_share)
         self.attempts: Attempts[DecodeAttempt] = Attempts(host.now)
+        self.decode_phase = "relay_decode" if host.me.role is Role.RELAY else "main_decode"
+        """What the span of its sampling is called."""
         host.on_abandoned = self._abandon
-        host.on_beat = self._report_arrivals
+        host.on_beat = self._report_life
         host.reserved = lambda: sum(not a.started and not a.kv_freed for _, a in self.attempts)
         host.stale_messages = lambda: self.attempts.stale_messages
 
@@ -103,44 +112,35 @@ class DecodeStage:
         ]
 
     async def reserve(self, message: Reserve) -> Reserved:
-        """Hold a seat and blocks for prompt and `max_outputs`, and say where KV is accepted.
+        """Hold a seat and blocks for the prompt's KV, and say where the part that is not here is accepted.
 
-        Raises `TooLargeError` if it can never fit, `CapacityError` if not now, `StaleError` if the attempt is over.
-        The same reservation again answers with the same ticket.
+        Raises `TooLargeError` if prompt and `max_outputs` can never fit, `CapacityError` if not now, `StaleError` if
+        the attempt is over. The same reservation again answers with the same ticket.
         """
         known = self.attempts.find(message.key)
         if known is not None:
             known.reserve = message
-            return Reserved(known.kv.ticket, self._host.lease_s)
-        pool = self._host.loaded.engine.blocks
-        spec = self._host.loaded.kv_pool.spec
-        needed = spec.blocks_for(len(message.prompt) + message.max_outputs)
-        if needed > pool.total_blocks:
-            raise TooLargeError(f"needs {needed} KV blocks, {self._host.me.role} has {pool.total_blocks}")
+            return Reserved(known.kv.incoming.ticket, self._host.lease_s)
+        self.attempts.require_fresh(message.key)
         seats = self._host.engine.status().seats
         if sum(not a.kv_freed for _, a in self.attempts) >= seats:
             raise CapacityError(f"all {seats} seats of {self._host.me.role} are taken")
-        blocks = pool.allocate(needed)
-        transport = self._fabric if message.source.dc == self._host.me.dc else self._wan
-        covered = len(message.prompt) + len(message.outputs)
-        try:
-            kv = transport.open(message.key, blocks, 0, covered)
-            attempt = DecodeAttempt(
-                reserve=message,
-                blocks=blocks,
-                kv=kv,
-                transport=transport,
-                receiver=HandoffReceiver(message.prompt, message.outputs, covered),
-                stream=OutputStream(message.key, len(message.prompt), message.outputs),
-            )
-            self._enter(attempt)
-        except PddError:
-            pool.decref(blocks)
-            raise
+        kv = self._intake.hold(message)
+        attempt = DecodeAttempt(
+            reserve=message,
+            kv=kv,
+            receiver=HandoffReceiver(message.prompt, message.outputs, len(kv.tokens)),
+            stream=OutputStream(message.key, len(message.prompt), message.outputs),
+            trace=Trace.here(attempt=message.key.attempt),
+        )
+        self.attempts.open(message.key, attempt)
+        self._host.metrics.hit(len(kv.tokens), kv.hit_tokens)
+        path = "fabric" if message.source.dc == self._host.me.dc else "wan"
+        attempt.trace.begin("kv_receive", transfer_path=path, hit_tokens=kv.hit_tokens)
         self._host.watch(message.key, message.gateway)
         self._events.on_reserved(attempt)
         attempt.tasks.append(self._host.tasks.spawn(self._receive(attempt), f"receive {message.key}"))
-        return Reserved(kv.ticket, self._host.lease_s)
+        return Reserved(kv.incoming.ticket, self._host.lease_s)
 
     async def handoff(self, message: Handoff) -> HandoffReply:
         """Take the stream over, or refuse; acknowledged before any extending begins."""
@@ -148,18 +148,21 @@ class DecodeStage:
         before = attempt.receiver.owned
         reply = attempt.receiver.take(message)
         if not reply.accepted:
+            self._host.metrics.handoff("declined", len(message.ids))
             logger.warning("handoff_refused", request_id=message.key.request_id, reason=reply.reason)
         elif attempt.receiver.owned and not before:
+            self._host.metrics.handoff("taken_over", len(message.ids))
             attempt.stream.learn(attempt.receiver.ids)
             attempt.generation = attempt.receiver.generation
+            attempt.trace.end("handoff_wait")
             self._report(attempt, Phase.HANDED_OVER)
             self.start_if_ready(attempt)
             self._events.on_outputs(attempt)
         return reply
 
     async def cancel(self, message: Cancel) -> Ok:
-        """Drop the attempt, whatever it is doing."""
-        await self.drop(message.key)
+        """Drop the attempt, whatever it is doing; perhaps not the KV that is on its way."""
+        await self.drop(message.key, keep_kv=message.keep_kv)
         return Ok()
 
     async def replay(self, message: Replay) -> Replayed:
@@ -183,17 +186,21 @@ class DecodeStage:
         for gateway, events in batches.items():
             self._host.publisher.publish(gateway, events)
         for attempt in grown:
-            if attempt.stream.finish is not None:
-                self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}")
-            self._events.on_outputs(attempt)
+            with attempt.trace.active():
+                attempt.trace.end("extend")
+                attempt.trace.begin(self.decode_phase)
+                if attempt.stream.finish is not None:
+                    attempt.trace.end(self.decode_phase, tokens=attempt.sampled)
+                    self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}")
+                self._events.on_outputs(attempt)
 
     async def fail(self, attempt: DecodeAttempt, error: PddError) -> None:
         """The attempt cannot go on here: say so and drop it."""
         await self._host.report_failed(attempt.key, attempt.gateway, error)
         await self.drop(attempt.key)
 
-    async def drop(self, key: AttemptKey) -> None:
-        """Forget an attempt and free what it holds. Fine for one that is unknown or over."""
+    async def drop(self, key: AttemptKey, *, keep_kv: bool = False) -> None:
+        """Forget an attempt and give up what it holds. Fine for one that is unknown or over."""
         attempt = self.attempts.close(key)
         if attempt is None:
             return
@@ -201,19 +208,21 @@ class DecodeStage:
         for task in attempt.tasks:
             if task is not asyncio.current_task():
                 task.cancel()
-        await self.free_kv(attempt)
+        attempt.trace.close("over")
+        await self.free_kv(attempt, keep=keep_kv)
         self._events.on_closed(attempt)
 
-    async def free_kv(self, attempt: DecodeAttempt) -> None:
-        """Give the attempt's blocks back, keeping its output IDs."""
+    async def free_kv(self, attempt: DecodeAttempt, *, keep: bool = False) -> None:
+        """Give the attempt's blocks up, keeping its output IDs; `keep`: let KV that is on its way arrive first."""
         if attempt.kv_freed:
             return
         attempt.kv_freed = True
         if attempt.started:
-            attempt.transport.close(attempt.kv.ticket.transfer_id)
             await self._host.release(attempt.key)
+        elif keep:
+            self._intake.keep(attempt.kv)
         else:
-            self._host.tasks.spawn(self._free_reserved(attempt), f"free {attempt.key}")
+            self._intake.give_up(attempt.kv)
 
     def start_if_ready(self, attempt: DecodeAttempt) -> None:
         """Begin to sample once everything is here and nothing speaks against it."""
@@ -229,11 +238,13 @@ class DecodeStage:
             outputs=outputs,
             sampling=message.sampling,
             stop=message.stop,
-            num_computed=attempt.kv.ticket.end_token,
-            blocks=attempt.blocks,
+            num_computed=len(attempt.kv.tokens),
+            blocks=self._intake.hand_to_engine(attempt.kv),
             sample_limit=message.max_outputs,
+            namespace=attempt.kv.namespace,
         )
         attempt.started = True
+        attempt.trace.begin("extend", tokens=len(outputs))
         # Queued here and now, so that a release that follows comes after it.
         added = self._host.engine.call(lambda engine: engine.add(spec))
         attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {attempt.key}"))
@@ -246,20 +257,17 @@ class DecodeStage:
         else:
             self._report(attempt, Phase.DECODING)
 
-    def _enter(self, attempt: DecodeAttempt) -> None:
-        try:
-            self.attempts.open(attempt.key, attempt)
-        except PddError:
-            attempt.transport.close(attempt.kv.ticket.transfer_id)
-            raise
-
     async def _receive(self, attempt: DecodeAttempt) -> None:
         try:
-            await attempt.kv.wait_complete()
+            await self._intake.wait_ready(attempt.kv)
         except PddError as error:
+            attempt.trace.fail("kv_receive", error)
             if not attempt.kv_freed:
                 await self.fail(attempt, error)
             return
+        attempt.trace.end("kv_receive", transfer_bytes=attempt.kv.incoming.received_bytes)
+        if not attempt.receiver.owned:
+            attempt.trace.begin("handoff_wait")
         attempt.receiver.kv_complete()
         self._report(attempt, Phase.KV_READY)
         self.start_if_ready(attempt)
@@ -275,45 +283,24 @@ class DecodeStage:
             attempt.key, attempt.gateway, attempt.generation, attempt.stream.end_position, finish
         )
 
-    async def _free_reserved(self, attempt: DecodeAttempt) -> None:
-        """Free blocks that KV may still be arriving in, once it no longer can.
-
-        The sender is asked to drain first: a fabric writes without asking, so its word is the only fence (or the end of
-        its epoch); the stream fences itself, but would take the refusal of a slice for a failure of the attempt.
-        """
-        source, ticket = attempt.reserve.source, attempt.kv.ticket
-        drained = attempt.kv.complete
-        while not drained:
-            try:
-                message = Drain(attempt.key, ticket.transfer_id)
-                await self._host.bus.request(
-                    subjects.endpoint(source, "drain"), message, Ok, timeout_s=_DRAIN_TIMEOUT_S
-                )
-                drained = True
-            except UnreachableError:
-                drained = not self._host.registry.is_live(source)
-            except PddError as error:
-                logger.warning("drain_unconfirmed", source=source.instance, error=str(error))
-            drained = drained or attempt.transport.fences_itself
-            if not drained:
-                await asyncio.sleep(1.0)
-        attempt.transport.close(ticket.transfer_id)
-        self._host.loaded.engine.blocks.decref(attempt.blocks)
-
     def _report(self, attempt: DecodeAttempt, phase: Phase) -> None:
         self._host.progress(
             attempt.key,
             attempt.gateway,
             phase,
-            received_bytes=attempt.kv.received_bytes,
+            received_bytes=attempt.kv.incoming.received_bytes,
             tokens=attempt.sampled,
         )
 
-    def _report_arrivals(self) -> None:
-        """KV that keeps arriving is a sign of life: an honest transfer over the WAN may take half a minute."""
+    def _report_life(self) -> None:
+        """KV that keeps arriving is a sign of life: an honest transfer over the WAN may take half a minute. So is
+        waiting for blocks."""
         for _, attempt in self.attempts:
-            if attempt.kv.received_bytes > attempt.reported_bytes and not attempt.kv.complete:
-                attempt.reported_bytes = attempt.kv.received_bytes
+            received = attempt.kv.incoming.received_bytes
+            if self._intake.waits_for_room(attempt.kv):
+                self._report(attempt, Phase.QUEUED)
+            elif received > attempt.reported_bytes and not attempt.kv.incoming.complete:
+                attempt.reported_bytes = received
                 self._report(attempt, Phase.RECEIVING)
 
     def _abandon(self, key: AttemptKey) -> None:

@@ -21,6 +21,7 @@ from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
 from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, KvEvent, Load, Ok, Phase, Progress
 from pdd.mesh.registry import BEAT_INTERVAL_S, MISSED_BEATS, Registry
+from pdd.stage.metrics import StageMetrics
 from pdd.stage.output import TokenPublisher
 from pdd.tasks import Tasks
 from pdd.types import AttemptKey, FinishReason, KvEventKind, Path, Peer, Role
@@ -50,7 +51,7 @@ class Interest:
 
 
 class StageHost:
-    """See the module. `now` is a monotonic clock in seconds."""
+    """See the module. `now` is a monotonic clock in seconds; `metrics` can be scraped at `metrics_port`."""
 
     def __init__(
         self,
@@ -61,6 +62,8 @@ class StageHost:
         engine: EngineThread,
         registry: Registry,
         fabric: str,
+        metrics: StageMetrics,
+        metrics_port: int,
         lease_s: float,
         now: Callable[[], float],
     ) -> None:
@@ -69,6 +72,7 @@ class StageHost:
         self.loaded = loaded
         self.engine = engine
         self.registry = registry
+        self.metrics = metrics
         self.now = now
         self.lease_s = lease_s
         self.tasks = Tasks()
@@ -79,6 +83,7 @@ class StageHost:
         self.reserved: Callable[[], int] = lambda: 0
         self.stale_messages: Callable[[], int] = lambda: 0
         self._fabric = fabric
+        self._metrics_port = metrics_port
         self._interest: dict[AttemptKey, Interest] = {}
         self._prefill_tokens_per_s = 0.0
         self._itl_s = 0.0
@@ -107,7 +112,8 @@ class StageHost:
         self._interest.pop(key, None)
 
     def measure(self, result: StepResult) -> None:
-        """Take the figures of one engine step into the stage's running estimates."""
+        """Take the figures of one engine step into the stage's metrics and running estimates."""
+        self.metrics.step(result)
         prefill_tokens = result.scheduled_tokens - result.decodes
         if result.duration_s <= 0:
             return
@@ -157,19 +163,26 @@ class StageHost:
             reserved=self.reserved(),
             seats=status.seats,
             free_blocks=status.free_blocks,
+            evictable_blocks=status.evictable_blocks,
             total_blocks=status.total_blocks,
             steps=status.steps,
             prompt_tokens=status.prompt_tokens_computed,
             output_tokens=status.output_tokens,
             recomputed_prompt_tokens=0 if self.me.role is Role.PREFILL else status.prompt_tokens_computed,
+            prompt_tokens_seen=self.metrics.prompt_tokens_seen,
+            hit_tokens=self.metrics.hit_tokens,
+            batch_sequences=self.metrics.batch_sequences,
             prefill_tokens_per_s=self._prefill_tokens_per_s,
             itl_s=self._itl_s,
             wan_backlog_bytes=line.backlog_bytes,
             wan_goodput_bytes_per_s=line.goodput_bytes_per_s,
             wan_rtt_s=line.rtt_s,
+            wan_bytes=self.metrics.transferred_bytes["wan"],
+            fabric_bytes=self.metrics.transferred_bytes["fabric"],
             stale_messages=self.stale_messages(),
             pace_overruns=self.engine.pace_overruns,
         )
+        self.metrics.beat(load)
         return Beat(
             peer=self.me,
             pid=os.getpid(),
@@ -178,6 +191,7 @@ class StageHost:
             max_model_len=self.loaded.max_model_len,
             step_tokens=status.step_tokens,
             fabric=self._fabric,
+            metrics_port=self._metrics_port,
             load=load,
         )
 

@@ -15,14 +15,16 @@ from pdd.errors import ConfigError, PddError
 from pdd.mesh.bus import Bus, Endpoint, connect
 from pdd.mesh.registry import Registry
 from pdd.stage.host import StageHost
+from pdd.stage.metrics import StageMetrics
+from pdd.telemetry.metrics import process_registry, serve_metrics
 from pdd.transfer.fabric import make_fabric_receiver
 from pdd.transfer.interface import KvReceiver
 from pdd.transfer.stream_receiver import StreamReceiver
 from pdd.types import Peer
 
 
-def load(settings: StageSettings) -> LoadedEngine:
-    """Load the engine that `settings` describe."""
+def load(settings: StageSettings, *, prefix_cache: bool) -> LoadedEngine:
+    """Load the engine that `settings` describe, with a prefix cache if stage and settings want one."""
     if settings.model == type(settings).model_fields["model"].default:
         raise ConfigError("PDD_MODEL: a GGUF file or a Hugging Face directory is needed")
     return load_engine(
@@ -34,6 +36,7 @@ def load(settings: StageSettings) -> LoadedEngine:
         seats=settings.max_running,
         max_model_len=settings.max_model_len,
         threads=settings.threads,
+        prefix_cache=prefix_cache and settings.prefix_cache,
     )
 
 
@@ -41,8 +44,12 @@ def load(settings: StageSettings) -> LoadedEngine:
 async def open_host(
     settings: StageSettings, me: Peer, loaded: LoadedEngine, fabric: str, *, stop: asyncio.Event | None = None
 ) -> AsyncGenerator[StageHost]:
-    """A host with its NATS connection and its engine thread, not yet started. A lost connection sets `stop`."""
-    async with connect(settings.nats_url, f"{me.role}-{me.dc}-{me.instance}", lost=stop) as bus:
+    """A host with its NATS connection, metrics and engine thread, not yet started. A lost connection sets `stop`."""
+    registry = process_registry(me)
+    async with (
+        serve_metrics(registry, settings.metrics_host, settings.metrics_port) as metrics_port,
+        connect(settings.nats_url, f"{me.role}-{me.dc}-{me.instance}", lost=stop) as bus,
+    ):
         pace = Pace(settings.pace_step_ms / 1e3, settings.pace_token_us / 1e6)
         engine = EngineThread(loaded.engine, threads=settings.threads, pace=pace)
         host = StageHost(
@@ -52,6 +59,8 @@ async def open_host(
             engine=engine,
             registry=Registry(time.monotonic),
             fabric=fabric,
+            metrics=StageMetrics(registry),
+            metrics_port=metrics_port,
             lease_s=settings.lease_s,
             now=time.monotonic,
         )

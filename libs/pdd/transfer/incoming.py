@@ -62,6 +62,15 @@ class KvImport:
             return 0.0
         return (self._last_byte_s if self.complete else time.monotonic()) - self._first_byte_s
 
+    def arrived_elsewhere(self, end_token: int) -> None:
+        """Tokens below `end_token` came under another ticket, into the same blocks."""
+        end = min(end_token, self.ticket.in_flight_end)
+        first = self.ticket.first_token + self.received_tokens
+        if end <= first or self._ended.is_set():
+            return
+        self._coverage.add(Piece(first, end, 0, self.ticket.spec.num_layers))
+        self._advanced()
+
     async def wait_complete(self) -> None:
         """Wait until `complete`; the caller sets a deadline. Raises `TransferError` if it fails or is closed before."""
         await self._ended.wait()
@@ -82,10 +91,7 @@ class KvImport:
         if self.complete:
             return
         self.received_bytes += self._coverage.add(piece) * layer_token_bytes(self.ticket.spec)
-        if self._on_progress is not None:
-            self._loop.call_soon(self._on_progress, self)
-        if self.complete:
-            self._complete()
+        self._advanced()
 
     def fail(self, error: TransferError) -> None:
         """End the transfer with `error`, unless it is complete."""
@@ -93,15 +99,21 @@ class KvImport:
             self.error = error
             self._ended.set()
 
+    def _advanced(self) -> None:
+        if self._on_progress is not None:
+            self._loop.call_soon(self._on_progress, self)
+        if self.complete:
+            self._complete()
+
     def _complete(self) -> None:
         self._ended.set()
         if self._on_complete is not None:
             self._loop.call_soon(self._on_complete, self)
 
 
-def check_room(spec: KvSpec, blocks: Sequence[int], first_token: int, end_token: int) -> None:
+def check_room(spec: KvSpec, blocks: Sequence[int], first_token: int, in_flight_end: int, end_token: int) -> None:
     """Raise `ValueError` unless `blocks` hold tokens `[first_token, end_token)`, block aligned at the front."""
-    if first_token % spec.block_size or not 0 <= first_token <= end_token:
+    if first_token % spec.block_size or not 0 <= first_token <= in_flight_end <= end_token:
         raise ValueError(f"tokens [{first_token}, {end_token}) do not begin at a block of {spec.block_size}")
     if len(blocks) < spec.blocks_for(end_token - first_token):
         raise ValueError(f"{len(blocks)} blocks of {spec.block_size} do not hold {end_token - first_token} tokens")

@@ -37,11 +37,13 @@ class KvReceiver(Protocol):
         first_token: int,
         end_token: int,
         *,
+        in_flight_end: int | None = None,
         on_progress: ImportCallback | None = None,
         on_complete: ImportCallback | None = None,
     ) -> KvImport:
         """Issue a ticket for tokens `[first_token, end_token)`; `blocks[0]` begins with `first_token` (block aligned).
 
+        Tokens below `in_flight_end` (None: `first_token`) come under another ticket; see `Ticket`.
         Raises `ValueError` if the blocks do not hold them.
         """
         ...

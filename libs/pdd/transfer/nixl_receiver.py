@@ -66,15 +66,17 @@ class NixlReceiver:
         first_token: int,
         end_token: int,
         *,
+        in_flight_end: int | None = None,
         on_progress: ImportCallback | None = None,
         on_complete: ImportCallback | None = None,
     ) -> KvImport:
         """See `KvReceiver.open`."""
         if self._agent is None or self._task is None or self._task.done():
             raise TransferError("the NIXL receiver is not running")
-        check_room(self._memory.spec, blocks, first_token, end_token)
+        in_flight_end = first_token if in_flight_end is None else in_flight_end
+        check_room(self._memory.spec, blocks, first_token, in_flight_end, end_token)
         endpoint = NixlEndpoint(self._agent.name, self._agent.metadata, self._memory.address, list(blocks))
-        ticket = Ticket(uuid.uuid4().hex, self._me, first_token, end_token, self._memory.spec, endpoint)
+        ticket = Ticket(uuid.uuid4().hex, self._me, first_token, in_flight_end, end_token, self._memory.spec, endpoint)
         opened = KvImport(ticket, key, blocks, on_progress, on_complete)
         self._imports[ticket.transfer_id] = opened
         self._pacing.wake()

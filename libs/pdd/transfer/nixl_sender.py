@@ -103,8 +103,7 @@ class NixlSender:
                 raise IncompatibleError(field, ours, theirs)
         if len(ticket.endpoint.block_ids) < spec.blocks_for(ticket.end_token - ticket.first_token):
             raise TransferError("the ticket names too few blocks")
-        pieces = slices.split(spec, ticket.first_token, ticket.end_token, spec.block_bytes)
-        export = KvExport(ticket, key, blocks, spec, pieces, self._export_changed, on_acked)
+        export = KvExport(ticket, key, blocks, spec, spec.block_bytes, self._export_changed, on_acked)
         if not export.ended:
             self._dialogues[ticket.transfer_id] = _Dialogue(export, ticket.endpoint)
             self._pacing.wake()

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 
 from pdd.errors import PddError, TransferError
 from pdd.kv import KvSpec, Ticket
-from pdd.transfer.slices import Piece
+from pdd.transfer.slices import Piece, split
 from pdd.types import AttemptKey
 
 ExportCallback = Callable[["KvExport"], None]
@@ -16,6 +18,8 @@ ExportCallback = Callable[["KvExport"], None]
 
 class KvExport:
     """KV sent for one ticket. Made by a sender's `open`; ends delivered, failed or cancelled.
+
+    Tokens that the ticket calls in flight wait for the holder's word (`resolve_in_flight`); those after them do not.
 
     `blocks` are the sender's, in token order from token 0. They must stay as they are until `wait_delivered` or
     `cancel` has returned.
@@ -27,23 +31,27 @@ class KvExport:
         key: AttemptKey,
         blocks: Sequence[int],
         spec: KvSpec,
-        pieces: Iterator[Piece],
+        max_piece_bytes: int,
         on_change: ExportCallback,
         on_acked: ExportCallback | None,
     ) -> None:
-        """`pieces` cover the ticket's range in token order; `on_change` tells the transport of new work or the end."""
+        """`on_change` tells the transport of new work or the end."""
         self.ticket = ticket
         self.key = key
         self.blocks = tuple(blocks)
-        self.payload_bytes_total = (ticket.end_token - ticket.first_token) * spec.token_bytes
+        self.payload_bytes_total = (ticket.end_token - ticket.in_flight_end) * spec.token_bytes
+        """Bytes to send, as far as is known: what is in flight joins them if the holder asks for it."""
         self.sent_bytes = 0
         self.acked_bytes = 0
         self.corrupted = 0
         """Pieces that arrived with a wrong checksum."""
         self.error: PddError | None = None
+        self._opened_s = time.monotonic()
         self._spec = spec
-        self._pieces = pieces
-        self._next = next(pieces, None)
+        self._max_piece_bytes = max_piece_bytes
+        self._in_flight = ticket.in_flight_end > ticket.first_token
+        self._pieces: Iterator[Piece] = iter(())
+        self._next: Piece | None = None
         self._again: deque[Piece] = deque()
         self._computed_tokens = 0
         self._on_change = on_change
@@ -52,13 +60,25 @@ class KvExport:
         self._writes = 0
         self._quiet = asyncio.Event()
         self._quiet.set()
+        self._queue(ticket.in_flight_end, ticket.end_token)
         if self.done:
             self._ended.set()
 
     @property
     def done(self) -> bool:
-        """Whether the receiver has applied all of it."""
-        return self.acked_bytes == self.payload_bytes_total
+        """Whether the receiver has all of it."""
+        return not self._in_flight and self.acked_bytes == self.payload_bytes_total
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was opened."""
+        return time.monotonic() - self._opened_s
+
+    @property
+    def unsettled_bytes(self) -> int:
+        """Bytes that the receiver is not known to have, what is in flight to it under another ticket among them."""
+        in_flight = self.ticket.in_flight_end - self.ticket.first_token if self._in_flight else 0
+        return self.payload_bytes_total - self.acked_bytes + in_flight * self._spec.token_bytes
 
     @property
     def ended(self) -> bool:
@@ -74,6 +94,21 @@ class KvExport:
         if computed_tokens > self._computed_tokens:
             self._computed_tokens = computed_tokens
             self._on_change(self)
+
+    def resolve_in_flight(self, missing_from: int) -> None:
+        """The holder has all tokens below `missing_from` and wants the rest of those in flight sent; perhaps none.
+
+        Said again it changes nothing.
+        """
+        if not self._in_flight or self.ended:
+            return
+        self._in_flight = False
+        first, end = max(missing_from, self.ticket.first_token), self.ticket.in_flight_end
+        self.payload_bytes_total += max(end - first, 0) * self._spec.token_bytes
+        self._queue(first, end)
+        if self.done:
+            self._ended.set()
+        self._on_change(self)
 
     async def wait_delivered(self) -> None:
         """Wait until the receiver has applied all of it; the caller sets a deadline.
@@ -136,6 +171,11 @@ class KvExport:
             self.error = error
             self._ended.set()
             self._on_change(self)
+
+    def _queue(self, first_token: int, end_token: int) -> None:
+        rest = self._pieces if self._next is None else itertools.chain((self._next,), self._pieces)
+        self._pieces = itertools.chain(split(self._spec, first_token, end_token, self._max_piece_bytes), rest)
+        self._next = next(self._pieces, None)
 
     def write_begins(self) -> None:
         """A write that reads the blocks directly is about to start; `cancel` waits for its end."""

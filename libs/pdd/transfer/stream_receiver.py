@@ -87,12 +87,16 @@ class StreamReceiver:
         first_token: int,
         end_token: int,
         *,
+        in_flight_end: int | None = None,
         on_progress: ImportCallback | None = None,
         on_complete: ImportCallback | None = None,
     ) -> KvImport:
         """See `KvReceiver.open`."""
-        check_room(self._memory.spec, blocks, first_token, end_token)
-        ticket = Ticket(uuid.uuid4().hex, self._me, first_token, end_token, self._memory.spec, self.endpoint)
+        in_flight_end = first_token if in_flight_end is None else in_flight_end
+        check_room(self._memory.spec, blocks, first_token, in_flight_end, end_token)
+        ticket = Ticket(
+            uuid.uuid4().hex, self._me, first_token, in_flight_end, end_token, self._memory.spec, self.endpoint
+        )
         opened = KvImport(ticket, key, blocks, on_progress, on_complete)
         self._imports[ticket.transfer_id] = opened
         return opened

@@ -62,8 +62,7 @@ class StreamSender:
             if ours != theirs:
                 raise IncompatibleError(field, ours, theirs)
         link = self._link(ticket.endpoint, ticket.holder)
-        pieces = slices.split(spec, ticket.first_token, ticket.end_token, self._limits.max_slice_bytes)
-        export = KvExport(ticket, key, blocks, spec, pieces, link.export_changed, on_acked)
+        export = KvExport(ticket, key, blocks, spec, self._limits.max_slice_bytes, link.export_changed, on_acked)
         if not export.ended:
             link.add(export)
         return export

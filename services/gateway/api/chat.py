@@ -15,6 +15,7 @@ class Chat:
     """Chat: messages in, one assistant message out. Without a limit an answer may fill the context window."""
 
     endpoint = "chat.completions"
+    operation = "chat"
     body = ChatRequest
     prompt_field = "messages"
     default_max_tokens: int | None = None

@@ -15,6 +15,7 @@ class Completions:
     """Completions: text or token IDs in, their continuation out. Without a limit 16 tokens, as OpenAI."""
 
     endpoint = "completions"
+    operation = "text_completion"
     body = CompletionRequest
     prompt_field = "prompt"
     default_max_tokens: int | None = 16

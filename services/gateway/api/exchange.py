@@ -16,7 +16,8 @@ from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from services.gateway.api import headers, sse
+from pdd.telemetry.tracing import Trace
+from services.gateway.api import headers, sse, tracing
 from services.gateway.api.connection import ClientLeftError, Outlet, read_body, unless_client_leaves
 from services.gateway.api.errors import ApiError, shutting_down, translate
 from services.gateway.api.prepare import Call, prepare
@@ -42,15 +43,21 @@ class Exchange(Response):
         self._request_id = secrets.token_hex(16)
         self._response_headers = {"x-request-id": headers.echoed_request_id(request_headers, self._request_id)}
         self._finish = "error"
+        self._error: ApiError | None = None
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Serve the request. Every error becomes an answer; a client who left gets none."""
         metrics = self._surface.metrics
         outlet = Outlet(send)
-        with metrics.in_flight.track_inprogress():
+        trace = tracing.begin(
+            self._shape.operation, self._surface.model_name, scope["path"], self._request_headers, self._request_id
+        )
+        if trace.trace_id:
+            self._response_headers[tracing.TRACE_ID_HEADER] = trace.trace_id
+        with metrics.in_flight.track_inprogress(), trace.active():
             try:
                 raw = await read_body(receive, self._surface.max_body_bytes)
-                await unless_client_leaves(receive, self._answer(raw, outlet))
+                await unless_client_leaves(receive, self._answer(raw, outlet, trace))
             except ClientLeftError:
                 outlet.status, self._finish = _CLIENT_LEFT, "cancelled"
             except asyncio.CancelledError:
@@ -59,12 +66,15 @@ class Exchange(Response):
             except Exception as error:
                 await self._fail(outlet, translate(error, self._request_id))
             finally:
-                metrics.observe_request(self._shape.endpoint, outlet.status or _CLIENT_LEFT, self._finish)
+                status = outlet.status or _CLIENT_LEFT
+                metrics.observe_request(self._shape.endpoint, status, self._finish)
+                tracing.end(trace, status, self._finish, self._error)
 
-    async def _answer(self, raw: bytes, outlet: Outlet) -> None:
+    async def _answer(self, raw: bytes, outlet: Outlet, trace: Trace) -> None:
         """Prepare, generate and write. Raises whatever prevents an answer, with the generation ended."""
         surface = self._surface
-        call = await prepare(surface, self._shape, raw, self._request_headers, self._request_id)
+        call = await prepare(surface, self._shape, raw, self._request_headers, self._request_id, trace)
+        tracing.prepared(trace, call)
         text = AnswerText(surface.tokenizer.backend, call.stops)
         writer = self._writer(call, outlet)
         clock = surface.metrics.clock(self._arrived_s)
@@ -81,6 +91,7 @@ class Exchange(Response):
             finally:
                 seconds = time.perf_counter() - self._arrived_s
                 surface.metrics.observe_answer(generation.report, len(call.request.prompt), len(text.ids), seconds)
+                tracing.generated(trace, len(text.ids), text.finish, generation.report)
         if text.finish is None:
             raise RuntimeError("the generation ended without a reason")
         self._finish = text.finish
@@ -97,6 +108,7 @@ class Exchange(Response):
         self._finish = "error"
         if outlet.ended:
             return
+        self._error = error
         try:
             if outlet.status is None:
                 await write_json(outlet, error.status, error.body(), {**self._response_headers, **error.headers})
@@ -111,13 +123,13 @@ class Exchange(Response):
 def _usage(call: Call, text: AnswerText, report: Report) -> dict[str, Any]:
     """Token counts as OpenAI names them; `pdd` tells how the request went.
 
-    KV that a stage received from another is no cache hit: it never counts as cached.
+    Cached tokens are those that Prefill did not compute. KV that a stage received from another is no cache hit.
     """
     prompt_tokens, output_tokens = len(call.request.prompt), len(text.ids)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": output_tokens,
         "total_tokens": prompt_tokens + output_tokens,
-        "prompt_tokens_details": {"cached_tokens": 0},
+        "prompt_tokens_details": {"cached_tokens": report.prefill_hit_tokens},
         "pdd": msgspec.to_builtins(report),
     }

@@ -9,6 +9,7 @@ from typing import TypeVar
 
 from starlette.datastructures import Headers
 
+from pdd.telemetry.tracing import Trace
 from pdd.types import Pipeline, Sampling, StopRule
 from services.gateway.api import headers as wishes
 from services.gateway.api.errors import ApiError, invalid
@@ -33,7 +34,9 @@ class Call:
     return_token_ids: bool
 
 
-async def prepare(surface: Surface, shape: Shape[BodyT], raw: bytes, headers: Headers, request_id: str) -> Call:
+async def prepare(
+    surface: Surface, shape: Shape[BodyT], raw: bytes, headers: Headers, request_id: str, trace: Trace
+) -> Call:
     """Check and translate a request. Raises `ApiError` that names the field at fault."""
     body = await surface.workers.run(lambda: parse(raw, shape.body))
     require_model(surface, body.model)
@@ -43,15 +46,18 @@ async def prepare(surface: Surface, shape: Shape[BodyT], raw: bytes, headers: He
         raise invalid(f"x-pdd-handoff-at needs the pipeline pdd, not {pipeline}.", "x-pdd-handoff-at")
     limit = shape.limit(body)
     _require_known_ids(surface, body.stop_token_ids, "stop_token_ids")
-    prompt = await surface.workers.run(lambda: shape.tokenize(body, surface.tokenizer))
+    with trace.during("tokenise"):
+        prompt = await surface.workers.run(lambda: shape.tokenize(body, surface.tokenizer))
     _require_known_ids(surface, prompt, shape.prompt_field)
     request = GenerationRequest(
         request_id=request_id,
+        context=trace.context,
         prompt=prompt,
         sampling=_sampling(body),
         stop=StopRule(max_tokens=_max_tokens(surface, shape, len(prompt), limit), stop_token_ids=_stops(surface, body)),
         pipeline=pipeline,
         handoff_at=handoff_at,
+        salt=body.cache_salt or "",
     )
     return Call(
         request=request,

@@ -39,6 +39,7 @@ class GenerationFields(Struct, frozen=True, kw_only=True):
     ignore_eos: bool = False
     stop_token_ids: list[TokenId] = msgspec.field(default_factory=list[int])
     return_token_ids: bool = False
+    cache_salt: NonEmpty | None = None
 
 
 class TextPart(Struct, frozen=True, forbid_unknown_fields=True):

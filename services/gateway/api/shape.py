@@ -21,10 +21,12 @@ class Limit(NamedTuple):
 class Shape(Protocol[BodyT]):
     """An endpoint's request body and the choices of its answers.
 
-    `choice` texts are complete objects of OpenAI's `choices` list; `default_max_tokens` None means the whole window.
+    `operation` is what OpenTelemetry calls the endpoint's work. `choice` texts are complete objects of OpenAI's
+    `choices` list; `default_max_tokens` None means the whole window.
     """
 
     endpoint: str
+    operation: str
     body: type[BodyT]
     prompt_field: str
     default_max_tokens: int | None

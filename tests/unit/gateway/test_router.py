@@ -32,13 +32,13 @@ def router_of(*beats: Beat) -> Router:
 
 
 def ticket(first_token: int = 0) -> Ticket:
-    return Ticket("t", MD_B, first_token, TOKENS, SPEC, StreamEndpoint("127.0.0.1", 1))
+    return Ticket("t", MD_B, first_token, first_token, TOKENS, SPEC, StreamEndpoint("127.0.0.1", 1))
 
 
 def decide(load: dict[str, Any] | None = None, first_token: int = 0, **choice: Any) -> tuple[Path, str]:
     choice = {"relay_available": True, "forced_relay": False, **choice}
     router = router_of(beat(P0, prefill_tokens_per_s=1e6, **(load or {})))
-    decision = router.decide(choice.pop("pipeline", Pipeline.PDD), P0, ticket(first_token), **choice)
+    decision = router.decide(choice.pop("pipeline", Pipeline.PDD), P0, first_token, ticket(first_token), **choice)
     return decision.path, decision.reason
 
 
@@ -67,7 +67,7 @@ def test_a_slow_prefill_hides_the_line() -> None:
     """The line works while Prefill computes: only the last chunk's KV is exposed."""
     tokens_per_s = TOKENS / 10.0
     router = router_of(beat(P0, prefill_tokens_per_s=tokens_per_s))
-    decision = router.decide(Pipeline.PDD, P0, ticket(), relay_available=True, forced_relay=False)
+    decision = router.decide(Pipeline.PDD, P0, 0, ticket(), relay_available=True, forced_relay=False)
     assert decision.path is Path.DIRECT
     assert decision.exposed_wait_s == pytest.approx(16 / TOKENS * 1.0 + POLICY.delay_s)  # beats say 16 tokens a step
 
@@ -75,7 +75,7 @@ def test_a_slow_prefill_hides_the_line() -> None:
 def test_a_prefill_that_is_gone_decides_nothing() -> None:
     reborn = peer(Role.PREFILL, "0", epoch="second")
     with pytest.raises(UnreachableError, match="prefill 0 is gone"):
-        router_of(beat(reborn)).decide(Pipeline.PDD, P0, ticket(), relay_available=True, forced_relay=False)
+        router_of(beat(reborn)).decide(Pipeline.PDD, P0, 0, ticket(), relay_available=True, forced_relay=False)
 
 
 def test_each_layout_has_its_own_mains() -> None:
@@ -105,11 +105,13 @@ def test_of_equal_hits_the_less_loaded_comes_first(load: dict[str, Any]) -> None
     assert router_of(beat(P0, **load), beat(P1)).prefills({}) == [P1, P0]
 
 
-def test_the_longest_hit_of_this_very_instance_comes_before_load() -> None:
+def test_a_hit_counts_where_it_is_and_load_against_it() -> None:
+    """A conversation stays where its KV is, unless it would have to wait there for longer than that is worth."""
     router = router_of(beat(P0), beat(P1, waiting=9))
-    elsewhere = {("b", Role.PREFILL, "0"): 99, ("a", Role.RELAY, "0"): 99}
+    elsewhere = {("b", Role.PREFILL, "0"): 9999, ("a", Role.RELAY, "0"): 9999}
     assert router.prefills(elsewhere) == [P0, P1]
-    assert router.prefills({("a", Role.PREFILL, "1"): 4, **elsewhere}) == [P1, P0]
+    assert router.prefills({("a", Role.PREFILL, "1"): 2000, **elsewhere}) == [P0, P1]
+    assert router.prefills({("a", Role.PREFILL, "1"): 3000, **elsewhere}) == [P1, P0]
 
 
 def test_a_burst_between_two_beats_does_not_herd() -> None:

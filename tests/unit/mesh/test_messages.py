@@ -18,8 +18,8 @@ from tests.unit.mesh.beats import SPEC, beat, peer
 
 P, RLD, MD, GATEWAY = (peer(role) for role in (Role.PREFILL, Role.RELAY, Role.MAIN_DECODE, Role.GATEWAY))
 KEY = AttemptKey("ab" * 16, 3)
-STREAM = Ticket("cd" * 16, MD, 0, 9, SPEC, StreamEndpoint("127.0.0.1", 4711))
-NIXL = Ticket("ef" * 16, RLD, 4, 9, SPEC, NixlEndpoint("agent", b"\x00\xff", 1 << 63, [5, 2]))
+STREAM = Ticket("cd" * 16, MD, 0, 0, 9, SPEC, StreamEndpoint("127.0.0.1", 4711))
+NIXL = Ticket("ef" * 16, RLD, 4, 4, 9, SPEC, NixlEndpoint("agent", b"\x00\xff", 1 << 63, [5, 2]))
 STOP = StopRule(9, frozenset({2, 0}))
 SUBMIT = Submit(KEY, GATEWAY, [1, 2, 3], [7], Sampling(0.5, 0.9, 40, (1 << 63) - 1), STOP)
 RESERVE = Reserve(KEY, GATEWAY, P, [1, 2, 3], [7], Sampling(), STOP, 5, relay=RLD, handoff_at=4)

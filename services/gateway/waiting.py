@@ -1,0 +1,55 @@
+"""Requests for which no stage has room right now, in the order in which they came.
+
+Only the first of them asks the stages again; whoever comes later stands behind. Nobody holds anything while it waits.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Callable
+from contextlib import asynccontextmanager
+
+from pdd.errors import CapacityError
+
+
+class WaitingLine:
+    """See the module. At most `most` requests wait; `now` is a monotonic clock in seconds."""
+
+    def __init__(self, most: int, now: Callable[[], float]) -> None:
+        self.waiting = 0
+        self._most = most
+        self._now = now
+        self._first = asyncio.Lock()
+        self._left = asyncio.Event()
+
+    @asynccontextmanager
+    async def turn(self, deadline: float) -> AsyncGenerator[None]:
+        """Stand in line until it is one's turn to ask. Raises `CapacityError` if the line is full or time runs out."""
+        if self.waiting >= self._most:
+            raise CapacityError(f"{self.waiting} requests wait for room already")
+        self.waiting += 1
+        try:
+            try:
+                async with asyncio.timeout(deadline - self._now()):
+                    await self._first.acquire()
+            except TimeoutError:
+                raise CapacityError(f"no stage had room for those before this request; {self.waiting} wait") from None
+            try:
+                yield
+            finally:
+                self._first.release()
+        finally:
+            self.waiting -= 1
+
+    async def pause(self, longest_s: float) -> None:
+        """Wait until a request has left the stages, or `longest_s`."""
+        self._left.clear()
+        try:
+            async with asyncio.timeout(longest_s):
+                await self._left.wait()
+        except TimeoutError:
+            pass
+
+    def somebody_left(self) -> None:
+        """A request gives its room back."""
+        self._left.set()
