@@ -5,10 +5,9 @@ match is a match of tokens and never of hashes. The cache holds one reference to
 belongs to a user (a sequence, a reservation). Blocks that nobody uses are evicted when the pool runs out: leaves
 first, the longest unused first.
 
-Two rules make the count of evictable blocks exact. Whoever uses a block uses all its ancestors, since users come in by
-`match`, which begins at the root, and by `publish`, which stops where the tree has another's copy; and users give up a
-chain from its end or as a whole. And eviction takes leaves only. So `free + evictable + referenced == total`, and any
-evictable block can be evicted in the end.
+A block is held if somebody uses it or a block below it: whoever shares a block may use another copy of what is before
+it. All others are evictable, and as eviction takes leaves only, each of them can be evicted in the end. So
+`free + evictable + held == total`, and as many blocks as are free or evictable can be allocated.
 
 Safe to use from any thread: the network side reserves and matches while the step loop runs.
 """
@@ -41,6 +40,8 @@ class _Node:
     parent: _Node | None
     tokens: tuple[int, ...]
     children: dict[tuple[int, ...], _Node] = field(default_factory=dict[tuple[int, ...], "_Node"])
+    held: bool = False
+    held_children: int = 0
     last_use: int = 0
 
 
@@ -59,9 +60,9 @@ class RadixCache:
         self._roots: dict[KvNamespace, _Node] = {}
         self._nodes: dict[int, _Node] = {}
         """Cached blocks by number."""
-        self._unused = 0
+        self._unheld = 0
         self._leaves: list[tuple[int, int, _Node]] = []
-        """Heap of leaves nobody uses, by last use. An entry may be outdated: see `_is_evictable`."""
+        """Heap of leaves that are not held, by last use. An entry may be outdated: see `_is_evictable`."""
         self._ticks = itertools.count(1)
         self._stored: set[bytes] = set()
         self._in_flight: Counter[bytes] = Counter()
@@ -78,8 +79,8 @@ class RadixCache:
 
     @property
     def evictable_blocks(self) -> int:
-        """Blocks that are cached and that nobody uses."""
-        return self._unused
+        """Blocks that are cached and not held."""
+        return self._unheld
 
     @property
     def cached_blocks(self) -> int:
@@ -89,7 +90,7 @@ class RadixCache:
     @property
     def available_blocks(self) -> int:
         """How many blocks could be allocated. Takes no lock: where several threads allocate, `allocate` decides."""
-        return self._pool.free_blocks + self._unused
+        return self._pool.free_blocks + self._unheld
 
     def peek(self, namespace: KvNamespace, tokens: Sequence[int]) -> int:
         """How many leading tokens are cached right now."""
@@ -103,11 +104,10 @@ class RadixCache:
         """
         with self._lock:
             nodes = list(self._path(namespace, tokens))
-            pinned = [node for node in nodes if not self._is_used(node)]
-            self._pool.incref([node.block for node in nodes])
-            self._unused -= len(pinned)
-            self.journal.record(KvEventKind.PINNED, [node.hash for node in pinned])
-            return [node.block for node in nodes]
+            blocks = [node.block for node in nodes]
+            self._pool.incref(blocks)
+            self._record_turned(self._refresh(nodes))
+            return blocks
 
     def allocate(self, count: int) -> list[int]:
         """Take `count` empty blocks, evicting as many as that needs. Raises `CapacityError`, changing nothing."""
@@ -124,10 +124,7 @@ class RadixCache:
             return self._pool.allocate(count)
 
     def share(self, blocks: Sequence[int]) -> None:
-        """Take a further reference to blocks that somebody holds, and so to all blocks before them.
-
-        Raises `ValueError`, changing nothing, if nobody uses one.
-        """
+        """Take a further reference to blocks in use. Raises `ValueError`, changing nothing, if nobody uses one."""
         with self._lock:
             self._require_used(blocks)
             self._pool.incref(blocks)
@@ -142,7 +139,7 @@ class RadixCache:
             self._require_used(blocks)
             new, _ = self._enter(namespace, tokens, blocks, past_copies=False)
             self.journal.record(KvEventKind.STORED, [node.hash for node in new])
-            self.journal.record(KvEventKind.PINNED, [node.hash for node in new])
+            self._record_turned(self._refresh(new))
 
     def retire(self, namespace: KvNamespace, tokens: Sequence[int], blocks: Sequence[int]) -> None:
         """Enter `blocks`, which hold verified KV of `tokens` and perhaps more, and give them up.
@@ -153,11 +150,10 @@ class RadixCache:
             self._require_used(blocks)
             new, copies = self._enter(namespace, tokens, blocks, past_copies=True)
             self.journal.record(KvEventKind.STORED, [node.hash for node in new])
-            self._touch([node for node in copies if not self._is_used(node)])
-            unpinned = self._release(blocks)
-            entered = {node.hash for node in new}
-            self.journal.record(KvEventKind.PINNED, [node.hash for node in new if self._is_used(node)])
-            self.journal.record(KvEventKind.UNPINNED, [one for one in unpinned if one not in entered])
+            turned = self._refresh(new)
+            turned += self._release(blocks)
+            self._touch([node for node in copies if not node.held])
+            self._record_turned(turned)
         self._tell_freed()
 
     def release(self, blocks: Sequence[int]) -> None:
@@ -167,7 +163,7 @@ class RadixCache:
         """
         with self._lock:
             self._require_used(blocks)
-            self.journal.record(KvEventKind.UNPINNED, self._release(blocks))
+            self._record_turned(self._release(blocks))
         self._tell_freed()
 
     def expect(self, hashes: Sequence[bytes]) -> None:
@@ -199,7 +195,7 @@ class RadixCache:
             return Holdings(
                 seq=self.journal.seq,
                 stored=frozenset(self._stored),
-                pinned=frozenset(node.hash for node in self._nodes.values() if self._is_used(node)),
+                pinned=frozenset(node.hash for node in self._nodes.values() if node.held),
                 in_flight=frozenset(self._in_flight) - self._stored,
             )
 
@@ -215,9 +211,6 @@ class RadixCache:
         size = self.block_size
         return (tuple(tokens[start : start + size]) for start in range(0, len(tokens) - size + 1, size))
 
-    def _is_used(self, node: _Node) -> bool:
-        return self._pool.references(node.block) > 1
-
     def _require_used(self, blocks: Sequence[int]) -> None:
         """Raise `ValueError` unless each block has as many users as it is listed times."""
         for block, times in Counter(blocks).items():
@@ -228,7 +221,7 @@ class RadixCache:
     def _enter(
         self, namespace: KvNamespace, tokens: Sequence[int], blocks: Sequence[int], *, past_copies: bool
     ) -> tuple[list[_Node], list[_Node]]:
-        """Add nodes, each used by the caller. Those, and the copies of others that were passed on the way."""
+        """Add nodes. Those, for `_refresh`, and the copies of others that were passed on the way."""
         new: list[_Node] = []
         copies: list[_Node] = []
         if not self._enabled:
@@ -239,14 +232,13 @@ class RadixCache:
         for key, block in zip(self._keys(tokens), blocks, strict=False):
             child = node.children.get(key)
             if child is None:
-                # Another user of a block below a copy does not use the copy, which could then not be evicted though
-                # nobody uses it. A block that is cached for other tokens is never entered a second time.
-                if block in self._nodes or (copies and self._pool.references(block) > 1):
-                    break
+                if block in self._nodes:
+                    break  # for other tokens: a block has one place
                 child = _Node(namespace, next_hash(node.hash, key), block, node, key)
                 self._pool.incref([block])
                 node.children[key] = self._nodes[block] = child
                 self._stored.add(child.hash)
+                self._unheld += 1
                 new.append(child)
                 if node.parent is None:
                     self._roots[namespace] = node
@@ -257,26 +249,45 @@ class RadixCache:
             node = child
         return new, copies
 
-    def _release(self, blocks: Sequence[int]) -> list[bytes]:
-        """Give up references that are there; hashes of the cached blocks that nobody uses any more."""
+    def _release(self, blocks: Sequence[int]) -> list[_Node]:
+        """Give up references that are there; the nodes that turned."""
         self._pool.decref(blocks)
-        unused = [
-            node for block in dict.fromkeys(blocks) if (node := self._nodes.get(block)) and not self._is_used(node)
-        ]
-        self._unused += len(unused)
-        self._touch(unused)
-        return [node.hash for node in unused]
+        turned = self._refresh([node for block in blocks if (node := self._nodes.get(block))])
+        self._touch([node for node in turned if not node.held])
+        return turned
 
-    def _touch(self, unused: Sequence[_Node]) -> None:
-        """These, which nobody uses, were in use until now."""
+    def _refresh(self, nodes: Sequence[_Node]) -> list[_Node]:
+        """After a change in who uses `nodes`: those, and nodes above them, that turned from held to not or back."""
+        turned: list[_Node] = []
+        for start in nodes:
+            node, parent = start, start.parent
+            while parent is not None:
+                held = node.held_children > 0 or self._pool.references(node.block) > 1
+                if held == node.held:
+                    break
+                node.held = held
+                parent.held_children += 1 if held else -1
+                self._unheld += -1 if held else 1
+                turned.append(node)
+                node, parent = parent, parent.parent
+        return turned
+
+    def _record_turned(self, turned: Sequence[_Node]) -> None:
+        """Tell which nodes are held now and were not before, or the other way round."""
+        once = [node for node, times in Counter(turned).items() if times % 2]
+        self.journal.record(KvEventKind.PINNED, [node.hash for node in once if node.held])
+        self.journal.record(KvEventKind.UNPINNED, [node.hash for node in once if not node.held])
+
+    def _touch(self, unheld: Sequence[_Node]) -> None:
+        """These, which are not held, were in use until now."""
         tick = next(self._ticks)
-        for node in unused:
+        for node in unheld:
             node.last_use = tick
             if not node.children:
                 self._offer(node)
 
     def _offer(self, leaf: _Node) -> None:
-        """Put a leaf that nobody uses up for eviction."""
+        """Put a leaf that is not held up for eviction."""
         if len(self._leaves) > 2 * len(self._nodes):
             self._leaves = [entry for entry in self._leaves if self._is_evictable(entry[2], entry[0])]
             heapq.heapify(self._leaves)
@@ -285,7 +296,7 @@ class RadixCache:
     def _is_evictable(self, node: _Node, last_use: int) -> bool:
         """Whether a heap entry still holds."""
         is_here = self._nodes.get(node.block) is node and node.last_use == last_use
-        return is_here and not node.children and not self._is_used(node)
+        return is_here and not node.children and not node.held
 
     def _evict_one(self) -> bytes:
         while True:
@@ -294,7 +305,7 @@ class RadixCache:
                 break
         del self._nodes[node.block]
         self._stored.discard(node.hash)
-        self._unused -= 1
+        self._unheld -= 1
         self._pool.decref([node.block])
         parent = node.parent
         assert parent is not None
@@ -302,7 +313,7 @@ class RadixCache:
         if parent.parent is None:
             if not parent.children:
                 del self._roots[node.namespace]
-        elif not parent.children and not self._is_used(parent):
+        elif not parent.children and not parent.held:
             self._offer(parent)
         return node.hash
 

@@ -7,7 +7,7 @@ each block whose KV lies in it: a match that gives KV of other tokens is seen, a
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -120,13 +120,15 @@ class World:
         if user is None:
             return
         self.now += 1
+        used = self.held_chains()
         if retire:
             self.cache.retire(user.namespace, user.tokens[: user.computed], user.blocks)
             self.enter(user, past_copies=True)
+            used.update(self.chain_of(user))
         else:
             self.cache.release(user.blocks)
         self.users.remove(user)
-        self.used_until_now(user.blocks)
+        self.used_until_now(used)
 
     def share(self, pick: int, count: int) -> None:
         """Somebody else waits for the same KV, in the same blocks; or for the first of them."""
@@ -141,10 +143,20 @@ class World:
         user = self.pick(pick)
         if user is not None and user.blocks:
             self.now += 1
+            before = self.held_chains()
             last = user.blocks.pop()
             self.cache.release([last])
             user.computed = min(user.computed, len(user.blocks) * self.size)
-            self.used_until_now([last])
+            self.used_until_now(before)
+
+    def follow(self, pick: int) -> None:
+        """Somebody uses what is cached and waits for the rest in another's blocks: a tail without its head."""
+        user = self.pick(pick)
+        if user is not None:
+            hit = self.match(user.namespace, user.tokens)
+            coming = user.blocks[len(hit) :]
+            self.cache.share(coming)
+            self.users.append(User(user.namespace, user.tokens, [*hit, *coming], 0, waits=True))
 
     def allocate(self, count: int) -> list[int] | None:
         """Blocks for nobody yet; None, with nothing changed, if there are not as many."""
@@ -223,34 +235,38 @@ class World:
             end += self.size
         return end
 
-    def enter(self, user: User, *, past_copies: bool) -> None:
-        copies: list[Entry] = []
-        for index, block in enumerate(user.blocks[: user.computed // self.size]):
-            chain = (user.namespace, user.tokens[: (index + 1) * self.size])
-            assert self.kv[block] == chain
-            entry = self.cached.get(chain)
-            if entry is None:
-                others = sum(block in other.blocks for other in self.users if other is not user)
-                if copies and others:
-                    break
-                self.cached[chain] = Entry(block)
-            elif entry.block != block:
-                if not past_copies:
-                    break
-                copies.append(entry)
-        self.used_until_now([entry.block for entry in copies])
+    def chain_of(self, user: User) -> list[Chain]:
+        ends = range(self.size, user.computed + 1, self.size)
+        return [(user.namespace, user.tokens[:end]) for end in ends]
 
-    def used_until_now(self, blocks: Sequence[int]) -> None:
-        unused = set(blocks) - self.held()
-        for entry in self.cached.values():
-            if entry.block in unused:
-                entry.last_use = self.now
+    def enter(self, user: User, *, past_copies: bool) -> None:
+        """Enter a user's blocks."""
+        for block, chain in zip(user.blocks, self.chain_of(user), strict=False):
+            assert self.kv[block] == chain
+            entry = self.cached.setdefault(chain, Entry(block))
+            if entry.block != block and not past_copies:
+                break
+
+    def held_chains(self) -> set[Chain]:
+        """Cached chains that somebody uses, or uses one that goes on from them."""
+        held = self.held()
+        used = [chain for chain, entry in self.cached.items() if entry.block in held]
+        return {
+            (namespace, tokens[:end])
+            for namespace, tokens in used
+            for end in range(self.size, len(tokens) + 1, self.size)
+        }
+
+    def used_until_now(self, chains: Iterable[Chain]) -> None:
+        """Those of them that are not held now were until now."""
+        for chain in set(chains) - self.held_chains():
+            self.cached[chain].last_use = self.now
 
     def next_evicted(self) -> Chain:
-        """Of the chains in nobody's use that no cached one goes on from: the longest unused."""
-        held = self.held()
+        """Of the chains that are not held and that no cached one goes on from: the longest unused."""
+        held = self.held_chains()
         goes_on = {(namespace, tokens[: -self.size]) for namespace, tokens in self.cached}
-        leaves = [chain for chain, entry in self.cached.items() if entry.block not in held and chain not in goes_on]
+        leaves = [chain for chain in self.cached if chain not in held | goes_on]
         return min(leaves, key=lambda chain: self.cached[chain].last_use)
 
     def hashes(self, namespace: KvNamespace, tokens: tuple[int, ...]) -> tuple[bytes, ...]:
@@ -283,8 +299,11 @@ class World:
         held, cached = self.held(), self.cached_blocks()
         users = Counter(block for user in self.users for block in user.blocks)
         assert len(cached) == len(self.cached) == cache.cached_blocks, "one block under two names, or none"
-        assert cache.evictable_blocks == len(cached - held)
-        assert cache.free_blocks + cache.evictable_blocks + len(held) + elsewhere == cache.total_blocks == self.total
+        pinned = self.held_chains()
+        held_in_all = held | {self.cached[chain].block for chain in pinned}
+        assert cache.evictable_blocks == len(self.cached) - len(pinned)
+        assert cache.free_blocks + cache.evictable_blocks + len(held_in_all) + elsewhere == self.total
+        assert cache.total_blocks == self.total
         assert cache.available_blocks == cache.free_blocks + cache.evictable_blocks
         free = list(pool._free)
         assert len(free) == len(set(free)), "a block is free twice"
@@ -296,7 +315,7 @@ class World:
             assert cache.peek(namespace, tokens) == len(tokens)
             assert self.kv[entry.block] == (namespace, tokens), "a cached block was overwritten"
         assert set(cache._roots) == {namespace for namespace, _ in self.cached}, "a namespace without blocks stays"
-        assert len(cache._leaves) <= 2 * len(cached) + 1
+        assert len(cache._leaves) <= 2 * self.total + 1
         self.check_journal()
 
     def check_journal(self) -> None:
@@ -305,10 +324,9 @@ class World:
             self.replay(change)
         now = self.cache.holdings()
         assert (self.stored, self.pinned, self.in_flight) == (now.stored, now.pinned, now.in_flight)
-        held = self.held()
         hashes = {chain: self.hashes(*chain)[-1] for chain in self.cached}
         assert now.stored == set(hashes.values())
-        assert now.pinned == {hashes[chain] for chain, entry in self.cached.items() if entry.block in held}
+        assert now.pinned == {hashes[chain] for chain in self.held_chains()}
         assert now.in_flight == {one for hashes in self.expected for one in hashes} - now.stored
 
     def replay(self, change: KvChange) -> None:

@@ -160,8 +160,7 @@ class ReuseMachine(RuleBasedStateMachine):
     @invariant()
     def books_balance(self) -> None:
         cache = self.cache
-        unused = sum(not cache._is_used(node) for node in cache._nodes.values())
-        assert unused == cache.evictable_blocks
+        assert cache.evictable_blocks == sum(not node.held for node in cache._nodes.values())
         held = {
             block for one in (*self.engine._admitted.values(), *self.engine._waiting.values()) for block in one.blocks
         }

@@ -160,15 +160,21 @@ def test_what_only_the_cache_holds_cannot_be_given_back() -> None:
     assert (cache.free_blocks, cache.evictable_blocks, cache.peek(NAMESPACE, [3, 4])) == (2, 1, 0)
 
 
-def test_what_others_use_is_not_kept_below_a_copy_that_they_do_not_use() -> None:
-    """The copy would count as evictable though a block in use is below it: a plan for it would never come true."""
-    cache = make(4)
+def test_a_copy_above_a_block_in_use_is_held() -> None:
+    """Counted as evictable, it would be promised to others, and could not be evicted: the block below is in use."""
+    cache = make(5)
+    leader = cache.allocate(2)
     remember(cache, 1, 2)
-    blocks = cache.allocate(2)
-    cache.share(blocks)
-    cache.retire(NAMESPACE, [1, 2, 3, 4], blocks)
-    assert cache.peek(NAMESPACE, [1, 2, 3, 4]) == 2
-    assert len(cache.allocate(cache.available_blocks)) == 2
+    follower = cache.match(NAMESPACE, [1, 2, 3])
+    cache.share(leader[1:])
+    cache.publish(NAMESPACE, [1, 2, 3, 4], [*follower, leader[1]])
+    cache.release([*follower, leader[1]])
+    assert (cache.free_blocks, cache.evictable_blocks) == (2, 0)
+    assert len(cache.holdings().pinned) == 2
+    cache.release(cache.allocate(cache.available_blocks))
+    cache.release(leader)
+    assert (cache.free_blocks, cache.evictable_blocks) == (3, 2)
+    assert len(cache.allocate(5)) == 5
 
 
 def test_a_block_is_never_cached_for_two_chains() -> None:

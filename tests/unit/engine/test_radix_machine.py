@@ -74,6 +74,10 @@ class RadixMachine(RuleBasedStateMachine):
         self.world.share(pick, count)
 
     @rule(pick=numbers)
+    def follow(self, pick: int) -> None:
+        self.world.follow(pick)
+
+    @rule(pick=numbers)
     def shorten(self, pick: int) -> None:
         self.world.shorten(pick)
 
@@ -131,6 +135,7 @@ def wander(world: World, random: random.Random) -> None:
             world.leave(number(), retire=False)
         case 12:
             world.share(number(), number())
+            world.follow(number())
         case 13:
             world.shorten(number())
         case 14:
