@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import httpx
+import msgspec
 import pytest
 import pytest_asyncio
 
@@ -18,6 +19,7 @@ from pdd.local.mesh import LocalMesh
 from pdd.local.plan import MeshOptions
 from pdd.model.source import ensure_default_model
 from pdd.model.tokenizer import Tokenizer, load_tokenizer
+from tests.otlp import Collector, collector
 
 SETTLE_S = 5.0
 OPTIONS = MeshOptions(
@@ -44,9 +46,18 @@ def tokenizer(model: Path) -> Tokenizer:
 
 
 @pytest.fixture(scope="session")
-def mesh(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalMesh]:
-    """Five services, two NATS servers, Valkey and a shaped WAN, in fp32."""
-    with LocalMesh(OPTIONS, tmp_path_factory.mktemp("mesh")) as running:
+def traces() -> Iterator[Collector]:
+    """Takes the spans of the mesh."""
+    with collector() as running:
+        yield running
+
+
+@pytest.fixture(scope="session")
+def mesh(tmp_path_factory: pytest.TempPathFactory, traces: Collector) -> Iterator[LocalMesh]:
+    """All services, two NATS servers, Valkey and a shaped WAN, in fp32."""
+    env = {"OTEL_EXPORTER_OTLP_ENDPOINT": traces.endpoint, "OTEL_BSP_SCHEDULE_DELAY": "300"}
+    options = msgspec.structs.replace(OPTIONS, env=env)
+    with LocalMesh(options, tmp_path_factory.mktemp("mesh")) as running:
         yield running
 
 
