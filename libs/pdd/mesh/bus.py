@@ -66,6 +66,16 @@ class Bus:
         self.closing = False
         """Whether `close` was called: what ends from then on was meant to."""
 
+    @property
+    def client(self) -> Client:
+        """The connection itself, for `pdd.mesh` alone."""
+        return self._client
+
+    @property
+    def max_payload(self) -> int:
+        """Largest message that the server takes, in bytes."""
+        return self._client.max_payload
+
     async def publish(self, subject: str, message: object) -> None:
         """Send `message` to whoever listens: at most once, nobody answers.
 
@@ -73,7 +83,7 @@ class Bus:
         closed or its outbound buffer is full.
         """
         headers = _trace_headers()
-        data = self._encode(subject, message, headers)
+        data = self.encode(subject, message, headers)
         try:
             await self._client.publish(subject, data, headers=headers)
         except nats.errors.Error as error:
@@ -88,9 +98,9 @@ class Bus:
         `TooLargeError` as `publish` does, and `RemoteError` with the peer's code if it answers with an error.
         """
         headers = _trace_headers()
-        data = self._encode(subject, message, headers)
+        data = self.encode(subject, message, headers)
         try:
-            with _cancellation_kept():
+            with cancellation_kept():
                 answer = await self._client.request(subject, data, timeout=timeout_s, headers=headers)
         except NoRespondersError:
             raise UnreachableError(f"nobody serves {subject}") from None
@@ -160,7 +170,7 @@ class Bus:
         except (TimeoutError, nats.errors.Error):
             await self._client.close()
 
-    def _encode(self, to: str, message: object, headers: dict[str, str] | None) -> bytes:
+    def encode(self, to: str, message: object, headers: dict[str, str] | None) -> bytes:
         """Raises `TooLargeError` in place of the server, which closes the connection for good; headers count there."""
         data = messages.encode(message)
         if len(data) + _wire_bytes(headers) > self._client.max_payload:
@@ -182,7 +192,7 @@ class Bus:
         token = otel_context.attach(propagate.extract(request.headers or {}))
         try:
             reply = await endpoint.handler(messages.decode(request.data, endpoint.kind))
-            await request.respond(self._encode(f"the caller of {endpoint.subject}", reply, None))
+            await request.respond(self.encode(f"the caller of {endpoint.subject}", reply, None))
         except PddError as error:
             await self._respond_error(request, error.code, str(error))
         except Exception:
@@ -255,7 +265,7 @@ async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> 
 
 
 @contextmanager
-def _cancellation_kept() -> Generator[None]:
+def cancellation_kept() -> Generator[None]:
     """nats-py waits for answers with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes
     together with the answer: whoever asks in a loop would then go on for ever."""
     task = asyncio.current_task()

@@ -19,11 +19,11 @@ from pdd.engine.thread import EngineThread
 from pdd.errors import DeadlineError, PddError, UnreachableError
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
-from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, KvEvent, Load, Ok, Phase, Progress
+from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, Load, Ok, Phase, Progress
 from pdd.mesh.registry import BEAT_INTERVAL_S, MISSED_BEATS, Registry
 from pdd.stage.output import TokenPublisher
 from pdd.tasks import Tasks
-from pdd.types import AttemptKey, FinishReason, KvEventKind, Path, Peer, Role
+from pdd.types import AttemptKey, FinishReason, Path, Peer, Role
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -78,6 +78,7 @@ class StageHost:
         self.on_beat: Callable[[], None] = lambda: None
         self.reserved: Callable[[], int] = lambda: 0
         self.stale_messages: Callable[[], int] = lambda: 0
+        self.kv_seq: Callable[[], int] = lambda: 0
         self._fabric = fabric
         self._interest: dict[AttemptKey, Interest] = {}
         self._prefill_tokens_per_s = 0.0
@@ -87,10 +88,6 @@ class StageHost:
         """Listen to gateways and peers and begin to beat."""
         await self.registry.listen(self.bus, roles=(Role.PREFILL, Role.RELAY, Role.MAIN_DECODE))
         await self.bus.subscribe(subjects.beats(role=Role.GATEWAY), GatewayBeat, self._hear_gateway)
-        if self.me.role is not Role.RELAY:
-            # A new epoch holds nothing: whatever the index knows of a predecessor is void.
-            event = KvEvent(self.me, 0, KvEventKind.CLEARED, self.loaded.identity.fingerprint, [])
-            await self._publish(subjects.kv_events(self.me), event)
         self.tasks.spawn(self.publisher.run(), "publish_tokens")
         self.tasks.spawn(self._beat(), "beat")
 
@@ -179,6 +176,7 @@ class StageHost:
             step_tokens=status.step_tokens,
             fabric=self._fabric,
             load=load,
+            kv_seq=self.kv_seq(),
         )
 
     async def release(self, key: AttemptKey) -> None:
