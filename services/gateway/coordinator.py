@@ -169,9 +169,9 @@ class LiveRequest:
         self.attempt = attempt
         coordinator.enter(key, self)
         try:
-            await attempt.start(
-                await coordinator.prefixes.hits(self._request.prompt, coordinator.router.prefill_beats())
-            )
+            holders = [*coordinator.registry.live(Role.PREFILL), *coordinator.registry.live(Role.MAIN_DECODE)]
+            hits = await coordinator.prefixes.hits(self._request.prompt, holders)
+            await attempt.start(hits.stored)
             self._attached = True
             self._readable.set()
             return await self._until_over(attempt)

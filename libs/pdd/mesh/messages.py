@@ -280,16 +280,17 @@ class KvEvent(Message, frozen=True):
 
 
 class KvEvents(Message, frozen=True):
-    """P or MD -> cache: changes in the order in which they happened; `block_size` is tokens per block."""
+    """P or MD -> cache: changes in the order in which they happened. Model and block size are those of its beat."""
 
     peer: Peer
-    fingerprint: str
-    block_size: int
     events: list[KvEvent]
 
 
 class Snapshot(Message, frozen=True):
-    """cache -> P or MD: which blocks do you hold? Page `page` of `pages`; 0 pages: the first, of as many as it takes."""
+    """cache -> P or MD: which blocks do you hold? Tell page `page` of `pages`.
+
+    `pages` 0 asks for the first, of as many as it takes.
+    """
 
     page: int = 0
     pages: int = 0

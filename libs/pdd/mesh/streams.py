@@ -12,9 +12,8 @@ still there; after some seconds without a word the reader builds its consumer an
 from __future__ import annotations
 
 import asyncio
-import time
 from collections.abc import Callable, Generator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from typing import NoReturn, TypeVar
 
@@ -91,10 +90,8 @@ class EventLog:
         """
         logger.warning("stream_rebuilt", stream=self._name)
         with _translated(self._name):
-            try:
+            with suppress(NotFoundError):
                 await self._js.delete_stream(self._name)
-            except NotFoundError:
-                pass
         await self.ensure()
 
     async def follow(self, kind: type[Kind], handler: Callable[[Kind], None]) -> NoReturn:
@@ -134,7 +131,7 @@ class _Reader:
         self._stream = stream
         self._created: datetime | None = None
         self._seen = 0
-        self._heard_at = 0.0
+        self._heard = asyncio.Event()
 
     async def read(self, deliver: Callable[[bytes], None]) -> None:
         """Deliver until the server falls silent."""
@@ -142,7 +139,7 @@ class _Reader:
         inbox = self._client.new_inbox()
 
         async def accept(msg: Msg) -> None:
-            self._heard_at = time.monotonic()
+            self._heard.set()
             if (msg.headers or {}).get(api.Header.STATUS):
                 if msg.reply:  # Flow control: the server waits to hear how far we are.
                     await self._client.publish(msg.reply)
@@ -154,13 +151,15 @@ class _Reader:
             inbox, cb=accept, pending_msgs_limit=_PENDING_MESSAGES, pending_bytes_limit=_PENDING_BYTES
         )
         try:
-            consumer = await js.add_consumer(self._stream, await self._consumer_config(js, inbox))
-            self._heard_at = time.monotonic()
-            while time.monotonic() - self._heard_at < SILENCE_S:
-                await asyncio.sleep(HEARTBEAT_S)
+            await js.add_consumer(self._stream, await self._consumer_config(js, inbox))
+            while True:
+                self._heard.clear()
+                async with asyncio.timeout(SILENCE_S):
+                    await self._heard.wait()
+        except TimeoutError:
+            logger.warning("stream_silent", stream=self._stream)
         finally:
             await subscription.unsubscribe()  # Without a listener the server drops the consumer.
-        logger.warning("stream_silent", stream=self._stream, consumer=consumer.name)
 
     async def _consumer_config(self, js: JetStreamContext, inbox: str) -> api.ConsumerConfig:
         info = await js.stream_info(self._stream)
