@@ -89,9 +89,8 @@ class EventLog:
         would stay silent, without an error, until the original has got there.
         """
         logger.warning("stream_rebuilt", stream=self._name)
-        with _translated(self._name):
-            with suppress(NotFoundError):
-                await self._js.delete_stream(self._name)
+        with _translated(self._name), suppress(NotFoundError):
+            await self._js.delete_stream(self._name)
         await self.ensure()
 
     async def follow(self, kind: type[Kind], handler: Callable[[Kind], None]) -> NoReturn:

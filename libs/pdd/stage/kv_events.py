@@ -75,6 +75,7 @@ class KvEventPublisher:
         self._journal.on_record = wake
         self._wake.set()  # for what was recorded before
         try:
+            await self._ensure()
             while True:
                 await self._wake.wait()
                 await asyncio.sleep(_LINGER_S)
