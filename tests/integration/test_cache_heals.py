@@ -1,4 +1,4 @@
-"""Control planes that break under load: NATS servers that restart, a leaf link that is cut. The index heals by itself."""
+"""Control planes that break under load: NATS servers restart, a leaf link is cut. The index heals by itself."""
 
 from __future__ import annotations
 
