@@ -19,6 +19,7 @@ from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
 from pdd.mesh.messages import KvEvents, Snapshot, SnapshotPage
 from pdd.prefix.index import PrefixIndex, Space
+from pdd.tasks import cancellation_kept
 from pdd.types import Peer
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -93,7 +94,8 @@ class Follower:
         pause = 0.0
         while True:
             try:
-                await self._step()
+                with cancellation_kept():
+                    await self._step()
                 if pause:
                     logger.info("index_follows_again", instance=self.peer.instance)
                 pause = 0.0

@@ -21,7 +21,7 @@ from pdd.mesh.messages import Beat, Hit, KvEvents, Lookup, LookupReply
 from pdd.mesh.registry import BEAT_INTERVAL_S, Registry
 from pdd.mesh.streams import EventLog
 from pdd.prefix.index import PrefixIndex, Space
-from pdd.tasks import Tasks
+from pdd.tasks import Tasks, cancellation_kept
 from pdd.types import Peer, Role
 from services.cache.follower import Follower
 
@@ -184,9 +184,10 @@ class CacheService:
             await asyncio.sleep(BEAT_INTERVAL_S)
             self._registry.expire()
             try:
-                verified = verified or await self._verify()
-                async with asyncio.timeout(self._limits.write_s):
-                    await self._writes.sweep(self._limits.forget_after_s)
+                with cancellation_kept():
+                    verified = verified or await self._verify()
+                    async with asyncio.timeout(self._limits.write_s):
+                        await self._writes.sweep(self._limits.forget_after_s)
             except ConfigError as error:
                 self.refused.set_exception(error)
                 return

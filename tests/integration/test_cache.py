@@ -7,7 +7,6 @@ import asyncio
 import random
 import threading
 import time
-from contextlib import AsyncExitStack
 
 import pytest
 from redis.asyncio import Redis
@@ -23,7 +22,6 @@ from pdd.prefix.index import Space
 from pdd.types import KvEventKind, Peer, Role
 from services.cache import follower
 from services.cache import service as cache_service
-from services.cache.service import CacheService
 from services.cache.wiring import serve
 from services.gateway.prefix_view import PrefixHits, PrefixView
 from tests.integration.conftest import ControlPlane, OwnServer
@@ -456,12 +454,21 @@ async def test_a_malformed_change_harms_nobody(control_plane: ControlPlane, uniq
         assert await indexed(redis, Space(one.space.fingerprint, one.space.block_size), late) is None
 
 
-async def test_services_end_without_a_trace(control_plane: ControlPlane) -> None:
-    """Guards against tasks that outlive their service."""
-    before = asyncio.all_tasks()
-    async with AsyncExitStack() as stack:
-        service: CacheService = await stack.enter_async_context(caching(control_plane.nats_a, control_plane.valkey))
-        await asyncio.sleep(0.2)
-        await service.close()
-    await asyncio.sleep(0.1)
-    assert asyncio.all_tasks() == before
+async def test_services_end_at_once_at_any_moment(control_plane: ControlPlane, unique: str) -> None:
+    """Guards against tasks that outlive their service because a library has swallowed their cancellation."""
+    draw, universe = random.Random(9), chain(300)
+    async with living(control_plane.nats_a, holder(f"p-{unique}"), weights=unique) as one:
+        one.cached.change(KvEventKind.STORED, chain(5000, "more"))
+        before = asyncio.all_tasks()
+        for _ in range(15):
+            async with caching(control_plane.nats_a, control_plane.valkey) as service:
+                end = time.monotonic() + draw.uniform(0.1, 0.5)
+                while time.monotonic() < end:
+                    for _ in range(20):
+                        one.cached.change_at_random(draw, universe)
+                    await asyncio.sleep(0.002)
+                async with asyncio.timeout(3.0):
+                    await service.close()
+        await asyncio.sleep(0.1)
+        left = {task for task in asyncio.all_tasks() - before if not task.get_name().startswith("serve")}
+        assert left == set()

@@ -8,8 +8,8 @@ whatever a handler raised by accident (nats.micro would send them its `repr`). I
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import nats
@@ -26,6 +26,7 @@ from opentelemetry import propagate
 
 from pdd.errors import DeadlineError, PddError, RemoteError, TooLargeError, UnreachableError
 from pdd.mesh import messages
+from pdd.tasks import cancellation_kept
 from pdd.types import Peer
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
@@ -262,19 +263,6 @@ async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> 
         await bus.close()
     if closed_for_good:
         raise UnreachableError(f"the NATS server at {url} closed the connection for good")
-
-
-@contextmanager
-def cancellation_kept() -> Generator[None]:
-    """nats-py waits for answers with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes
-    together with the answer: whoever asks in a loop would then go on for ever."""
-    task = asyncio.current_task()
-    before = task.cancelling() if task is not None else 0
-    try:
-        yield
-    finally:
-        if task is not None and task.cancelling() > before:
-            raise asyncio.CancelledError
 
 
 def _wire_bytes(headers: dict[str, str] | None) -> int:

@@ -26,7 +26,8 @@ from nats.js.errors import BadRequestError, NotFoundError
 
 from pdd.errors import DeadlineError, PddError, RemoteError, UnreachableError
 from pdd.mesh import messages, subjects
-from pdd.mesh.bus import Bus, cancellation_kept
+from pdd.mesh.bus import Bus
+from pdd.tasks import cancellation_kept
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -150,7 +151,8 @@ class _Reader:
             inbox, cb=accept, pending_msgs_limit=_PENDING_MESSAGES, pending_bytes_limit=_PENDING_BYTES
         )
         try:
-            await js.add_consumer(self._stream, await self._consumer_config(js, inbox))
+            with cancellation_kept():
+                await js.add_consumer(self._stream, await self._consumer_config(js, inbox))
             while True:
                 self._heard.clear()
                 async with asyncio.timeout(SILENCE_S):
