@@ -74,6 +74,8 @@ class Follower:
 
     def offer(self, message: KvEvents) -> None:
         """Changes of this instance have come. Never blocks: if there are too many, a snapshot replaces them."""
+        if not message.events or message.events[-1].seq <= self._applied:
+            return  # Known for long: a stream that was built anew tells its history again.
         hashes = sum(len(event.hashes) for event in message.events)
         full = self._waiting_hashes + hashes > _MOST_WAITING_HASHES or len(self._waiting) >= _MOST_WAITING_MESSAGES
         if full and self._waiting:

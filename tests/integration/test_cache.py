@@ -381,6 +381,24 @@ async def test_a_service_refuses_an_index_with_other_names(
                     await serving
 
 
+async def test_the_process_serves_until_it_is_stopped(control_plane: ControlPlane, unique: str) -> None:
+    """Guards against parts that work and a process that does not put them together."""
+    settings = CacheSettings(redis_url=f"redis://127.0.0.1:{control_plane.valkey}", nats_url=control_plane.nats_a)
+    p, stop = holder(f"p-{unique}"), asyncio.Event()
+    serving = asyncio.create_task(serve(settings, settings.peer(Role.CACHE), stop))
+    async with (
+        connect(control_plane.nats_a, "caller") as caller,
+        living(control_plane.nats_a, p, weights=unique) as one,
+        Redis(port=control_plane.valkey) as redis,
+    ):
+        one.cached.change(KvEventKind.STORED, chain(3))
+        await settled(redis, one)
+        await until(caller, question(unique, chain(5)), [hit(p, 3)])
+        stop.set()
+        async with asyncio.timeout(5):
+            await serving
+
+
 async def test_the_view_asks_once_for_each_block_size(control_plane: ControlPlane, unique: str) -> None:
     """Guards against hits counted in another instance's blocks, tenants that share a cache, and waiting for a hit that
     is still on its way as if it were there."""
