@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Generator
+from contextlib import contextmanager
 from typing import Any
 
 import structlog
@@ -46,3 +47,19 @@ class Tasks:
             raise
         except Exception:
             logger.exception("task_failed", task=name)
+
+
+@contextmanager
+def cancellation_kept() -> Generator[None]:
+    """End with the cancellation that a library has lost inside: whoever calls it in a loop would go on for ever.
+
+    nats-py waits with `asyncio.wait_for`, which before Python 3.12 loses one that comes together with the result;
+    redis-py can swallow one while it writes a command.
+    """
+    task = asyncio.current_task()
+    before = task.cancelling() if task is not None else 0
+    try:
+        yield
+    finally:
+        if task is not None and task.cancelling() > before:
+            raise asyncio.CancelledError

@@ -55,7 +55,6 @@ class KvEventKind(StrEnum):
     PINNED = "pinned"
     UNPINNED = "unpinned"
     IN_FLIGHT = "in_flight"
-    CLEARED = "cleared"
 
 
 class Peer(msgspec.Struct, frozen=True):

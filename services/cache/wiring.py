@@ -16,30 +16,40 @@ from pdd.prefix.index import PrefixIndex
 from pdd.telemetry.metrics import process_registry, serve_metrics
 from pdd.types import Peer
 from services.cache.metrics import CacheMetrics
-from services.cache.service import CacheService
+from services.cache.service import CacheService, Limits
+
+_WRITE_S = 2.0
+"""Longest wait for a change to the index, which nobody waits for."""
 
 
 async def serve(settings: CacheSettings, me: Peer, stop: asyncio.Event) -> None:
-    """Run until `stop` is set."""
-    timeout_s = settings.redis_timeout_ms / 1e3
+    """Run until `stop` is set. Raises `ConfigError` if the index in Redis was written by another kind of pdd."""
+    limits = Limits(settings.redis_timeout_ms / 1e3, max(_WRITE_S, settings.redis_timeout_ms / 1e3))
     registry = process_registry(me)
     async with (
         serve_metrics(registry, settings.metrics_host, settings.metrics_port),
-        open_redis(settings.redis_url, timeout_s) as redis,
+        open_redis(settings.redis_url, limits.lookup_s) as lookups,
+        open_redis(settings.redis_url, limits.write_s) as writes,
         connect(settings.nats_url, f"cache-{me.dc}-{me.instance}", lost=stop) as bus,
     ):
         service = CacheService(
             bus,
             me,
-            PrefixIndex(redis),
+            PrefixIndex(lookups),
+            PrefixIndex(writes),
             Registry(time.monotonic),
-            timeout_s=timeout_s,
+            limits,
+            now=time.monotonic,
             metrics=CacheMetrics(registry),
         )
-        await service.start()
+        stopped = asyncio.create_task(stop.wait())
         try:
-            await stop.wait()
+            await service.start()
+            await asyncio.wait({stopped, service.refused}, return_when=asyncio.FIRST_COMPLETED)
+            if service.refused.done():
+                service.refused.result()
         finally:
+            stopped.cancel()
             await service.close()
 
 

@@ -230,9 +230,10 @@ class LiveRequest:
         coordinator.enter(attempt.key, self)
         begun = False
         try:
-            await attempt.start(
-                await coordinator.prefixes.hits(self._request.prompt, coordinator.router.prefill_beats())
-            )
+            registry = coordinator.registry
+            holders = [*registry.live(Role.PREFILL), *registry.live(Role.MAIN_DECODE)]
+            hits = await coordinator.prefixes.hits(self._request.prompt, holders, self._request.salt)
+            await attempt.start(hits.stored)
             begun = True
         except UnavailableError as error:
             if self.report.attempts == 1:

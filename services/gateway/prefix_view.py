@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from pdd.errors import PddError
 from pdd.mesh import subjects
@@ -13,7 +15,15 @@ from pdd.telemetry.tracing import Trace
 from pdd.types import Role
 
 HitTokens = dict[tuple[str, Role, str], int]
-"""Leading tokens held, by (datacenter, role, instance)."""
+"""Leading tokens, by (datacenter, role, instance)."""
+
+
+@dataclass(frozen=True)
+class PrefixHits:
+    """Leading tokens that instances hold, and how many further ones are on their way to them (never a hit)."""
+
+    stored: HitTokens = field(default_factory=HitTokens)
+    in_flight: HitTokens = field(default_factory=HitTokens)
 
 
 class PrefixView:
@@ -27,18 +37,27 @@ class PrefixView:
 
     async def probe(self) -> None:
         """Ask for nothing, to learn whether the cache service is there."""
-        await self._lookup(Lookup("", []))
+        await self._lookup(Lookup("", 1, []))
 
-    async def hits(self, prompt: Sequence[int], beats: Sequence[Beat]) -> HitTokens:
-        """Hit lengths of `prompt` at the instances that `beats` describe (of one model and block size)."""
-        if not beats:
-            return {}
-        spec, fingerprint = beats[0].spec, beats[0].identity.fingerprint
-        question = Lookup(fingerprint, block_hashes(prompt, spec.block_size))
+    async def hits(self, prompt: Sequence[int], beats: Sequence[Beat], salt: str = "") -> PrefixHits:
+        """Hit lengths of `prompt` at the instances that `beats` describe. `salt` keeps tenants apart.
+
+        One look-up for each model and block size among them, all at once. What is not answered in time is cold.
+        """
+        kinds = sorted({(beat.identity.fingerprint, beat.spec.block_size) for beat in beats})
+        questions = [Lookup(model, size, block_hashes(prompt, size, salt=salt)) for model, size in kinds]
         trace = Trace.here()
         with trace.during("prefix_lookup"), trace.active("prefix_lookup"):
-            reply = await self._lookup(question)
-        return {(hit.dc, hit.role, hit.instance): hit.blocks * spec.block_size for hit in reply.hits}
+            replies = await asyncio.gather(*(self._lookup(question) for question in questions))
+        hits = PrefixHits()
+        for question, reply in zip(questions, replies, strict=True):
+            for hit in reply.hits:
+                place = hit.dc, hit.role, hit.instance
+                if hit.blocks:
+                    hits.stored[place] = hit.blocks * question.block_size
+                if hit.in_flight:
+                    hits.in_flight[place] = hit.in_flight * question.block_size
+        return hits
 
     async def _lookup(self, message: Lookup) -> LookupReply:
         try:

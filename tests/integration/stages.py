@@ -85,6 +85,10 @@ class BentBus:
     async def close(self) -> None:
         await self._bus.close()
 
+    def __getattr__(self, name: str) -> Any:
+        """What is stored (KV events) takes the straight way."""
+        return getattr(self._bus, name)
+
 
 @dataclass(frozen=True)
 class Stage:

@@ -72,7 +72,7 @@ async def test_requests_to_one_endpoint_run_at_once(control_plane: ControlPlane,
 
     async with two(control_plane.nats_a) as (server, caller):
         subject = await serve(server, unique, meet)
-        asked = [caller.request(subject, Lookup(str(i), [b"h"] * i), LookupReply) for i in range(50)]
+        asked = [caller.request(subject, Lookup(str(i), 1, [b"h"] * i), LookupReply) for i in range(50)]
         assert await asyncio.gather(*asked) == [echoed(str(i), i) for i in range(50)]
 
 
@@ -89,9 +89,9 @@ async def test_an_accident_in_a_handler_is_hidden_and_an_error_on_purpose_is_not
         by_accident = await serve(server, f"{unique}-accident", accident)
         on_purpose = await serve(server, f"{unique}-full", full)
         with pytest.raises(RemoteError, match=r"^internal error$") as hidden:
-            await caller.request(by_accident, Lookup("", []), Ok)
+            await caller.request(by_accident, Lookup("", 1, []), Ok)
         with pytest.raises(RemoteError, match=r"^no room for 7 blocks$") as told:
-            await caller.request(on_purpose, Lookup("", []), Ok)
+            await caller.request(on_purpose, Lookup("", 1, []), Ok)
         assert (hidden.value.code, told.value.code) == ("internal", "no_capacity")
 
 
@@ -111,14 +111,14 @@ async def test_nobody_there_is_known_at_once_and_a_frozen_one_at_the_deadline(
     async with connect(control_plane.nats_a, "caller") as caller:
         began = time.monotonic()
         with pytest.raises(UnreachableError):
-            await caller.request(subjects.endpoint(peer(unique), "look"), Lookup("", []), Ok)
+            await caller.request(subjects.endpoint(peer(unique), "look"), Lookup("", 1, []), Ok)
         assert time.monotonic() - began < 0.1
 
         async with connect(control_plane.nats_a, "server") as server:
             subject = await serve(server, unique, freeze)
             began = time.monotonic()
             with pytest.raises(DeadlineError):
-                await caller.request(subject, Lookup("", []), Ok, timeout_s=0.3)
+                await caller.request(subject, Lookup("", 1, []), Ok, timeout_s=0.3)
             assert 0.3 <= time.monotonic() - began < 0.6
             assert not cancelled.is_set()
         assert cancelled.is_set()  # a frozen handler is given time to end, but does not outlive its bus
@@ -129,7 +129,7 @@ async def test_a_cancel_is_never_lost_to_an_answer_that_comes_with_it(control_pl
     async with two(control_plane.nats_a) as (server, caller):
         subject = await serve(server, unique, echo)
         for delay_us in range(0, 12_000, 60):
-            asking = [asyncio.create_task(caller.request(subject, Lookup("", []), LookupReply)) for _ in range(10)]
+            asking = [asyncio.create_task(caller.request(subject, Lookup("", 1, []), LookupReply)) for _ in range(10)]
             await asyncio.sleep(delay_us / 1e6)
             cancelled = [task for task in asking if task.cancel()]
             await asyncio.wait(asking)
@@ -151,23 +151,23 @@ async def test_a_message_of_any_size_leaves_the_connection_alive(
         async with sampled_span() if traced else contextlib.nullcontext():
             for size in (limit - 300, limit - 90, limit - 40, limit, limit + 1, 4 * limit):
                 try:
-                    await caller.publish(f"pdd.test.{unique}", Lookup("", [b"x" * size]))
-                    await caller.request(subject, Lookup("", [b"x" * size]), LookupReply)
+                    await caller.publish(f"pdd.test.{unique}", Lookup("", 1, [b"x" * size]))
+                    await caller.request(subject, Lookup("", 1, [b"x" * size]), LookupReply)
                     outcomes.add("fits")
                 except TooLargeError:
                     outcomes.add("too large")
-                assert await caller.request(subject, Lookup("alive", []), LookupReply) == echoed("alive")
+                assert await caller.request(subject, Lookup("alive", 1, []), LookupReply) == echoed("alive")
         assert outcomes == {"fits", "too large"}
 
 
 async def test_an_answer_that_is_too_large_is_an_error_with_a_name(control_plane: ControlPlane, unique: str) -> None:
     async def gossip(_: Lookup) -> Lookup:
-        return Lookup("", [b"x" * (2 << 20)])
+        return Lookup("", 1, [b"x" * (2 << 20)])
 
     async with two(control_plane.nats_a) as (server, caller):
         subject = await serve(server, unique, gossip)
         with pytest.raises(RemoteError) as told:
-            await caller.request(subject, Lookup("", []), Lookup)
+            await caller.request(subject, Lookup("", 1, []), Lookup)
         assert told.value.code == TooLargeError.code
 
 
@@ -187,7 +187,7 @@ async def test_malformed_messages_are_refused_by_endpoints_and_dropped_by_subscr
             assert (await stranger.request(subject, data)).headers["Nats-Service-Error-Code"] == "malformed"
             await stranger.publish(f"pdd.test.{unique}", data)
         await stranger.drain()
-        await caller.publish(f"pdd.test.{unique}", Lookup("well formed", []))
+        await caller.publish(f"pdd.test.{unique}", Lookup("well formed", 1, []))
         assert (await asyncio.wait_for(heard.get(), 2)).fingerprint == "well formed"
         assert heard.empty()
 
@@ -205,10 +205,10 @@ async def test_a_subscription_survives_its_handler(control_plane: ControlPlane, 
 
     async with two(control_plane.nats_a) as (server, caller):
         await server.subscribe(f"pdd.test.{unique}", Lookup, hear)
-        await caller.request(await serve(server, unique, echo), Lookup("", []), LookupReply)  # subscribed by now
+        await caller.request(await serve(server, unique, echo), Lookup("", 1, []), LookupReply)  # subscribed by now
         names = ["bad", *map(str, range(100))]
         for name in names:
-            await caller.publish(f"pdd.test.{unique}", Lookup(name, []))
+            await caller.publish(f"pdd.test.{unique}", Lookup(name, 1, []))
         await asyncio.wait_for(done.wait(), 2)
         assert heard == names  # one publisher: in order
 
@@ -217,16 +217,18 @@ async def test_trace_context_reaches_the_handler_and_no_other(control_plane: Con
     async def which(_: Lookup) -> Lookup:
         context = trace.get_current_span().get_span_context()
         await asyncio.sleep(0.02)  # the two handlers run at the same time
-        return Lookup(f"{context.trace_id:032x}/{context.span_id:016x}/{context.trace_flags:02x}", [])
+        return Lookup(f"{context.trace_id:032x}/{context.span_id:016x}/{context.trace_flags:02x}", 1, [])
 
     async def traced(caller: Bus, subject: str) -> Lookup:
         async with sampled_span():
-            return await caller.request(subject, Lookup("", []), Lookup)
+            return await caller.request(subject, Lookup("", 1, []), Lookup)
 
     async with two(control_plane.nats_a, control_plane.nats_b) as (server, caller):
         subject = await serve(server, unique, which)
         await interest_crosses(caller, subject)
-        inside, outside = await asyncio.gather(traced(caller, subject), caller.request(subject, Lookup("", []), Lookup))
+        inside, outside = await asyncio.gather(
+            traced(caller, subject), caller.request(subject, Lookup("", 1, []), Lookup)
+        )
     assert inside.fingerprint == f"{SPAN.trace_id:032x}/{SPAN.span_id:016x}/01"
     assert outside.fingerprint == f"{'0' * 32}/{'0' * 16}/00"
 
@@ -256,18 +258,18 @@ async def test_both_ends_come_back_after_the_server_did(own_nats: OwnServer, uni
     async with two(url) as (server, caller):
         subject = await serve(server, unique, echo)
         await server.subscribe(f"pdd.test.{unique}", Lookup, heard.put_nowait)
-        assert await caller.request(subject, Lookup("before", []), LookupReply) == echoed("before")
+        assert await caller.request(subject, Lookup("before", 1, []), LookupReply) == echoed("before")
         await asyncio.to_thread(own_nats.stop)
         with pytest.raises((UnreachableError, DeadlineError)):
-            await caller.request(subject, Lookup("during", []), LookupReply, timeout_s=0.2)
+            await caller.request(subject, Lookup("during", 1, []), LookupReply, timeout_s=0.2)
         await asyncio.to_thread(own_nats.start)
         async with asyncio.timeout(10):
             while True:
                 with contextlib.suppress(UnreachableError, DeadlineError):
-                    assert await caller.request(subject, Lookup("after", []), LookupReply) == echoed("after")
+                    assert await caller.request(subject, Lookup("after", 1, []), LookupReply) == echoed("after")
                     break
                 await asyncio.sleep(0.1)
-            await caller.publish(f"pdd.test.{unique}", Lookup("after", []))
+            await caller.publish(f"pdd.test.{unique}", Lookup("after", 1, []))
             assert (await heard.get()).fingerprint == "after"
 
 
@@ -283,7 +285,7 @@ async def interest_crosses(caller: Bus, subject: str) -> None:
     async with asyncio.timeout(5):
         while True:
             with contextlib.suppress(UnreachableError):
-                await caller.request(subject, Lookup("", []), Ok)
+                await caller.request(subject, Lookup("", 1, []), Ok)
                 return
             await asyncio.sleep(0.02)
 
@@ -300,8 +302,8 @@ async def test_requests_and_events_cross_the_leaf_link(
         await server.subscribe(f"pdd.test.{unique}", Lookup, heard.put_nowait)
         subject = await serve(server, unique, echo)
         await interest_crosses(caller, subject)
-        assert await caller.request(subject, Lookup("there", [b"h"]), LookupReply) == echoed("there", 1)
-        await caller.publish(f"pdd.test.{unique}", Lookup("event", []))
+        assert await caller.request(subject, Lookup("there", 1, [b"h"]), LookupReply) == echoed("there", 1)
+        await caller.publish(f"pdd.test.{unique}", Lookup("event", 1, []))
         assert (await asyncio.wait_for(heard.get(), 2)).fingerprint == "event"
 
 
@@ -317,10 +319,10 @@ async def test_a_service_that_left_is_never_replaced_by_the_other_datacenters(
         async with connect(control_plane.nats_a, "a") as a:
             in_a = await serve(a, unique, echo, dc="a")
             for _ in range(20):
-                assert await caller.request(in_a, Lookup("a", []), LookupReply) == echoed("a")
+                assert await caller.request(in_a, Lookup("a", 1, []), LookupReply) == echoed("a")
         with pytest.raises(UnreachableError):
-            await caller.request(in_a, Lookup("a", []), LookupReply, timeout_s=1)
-        assert await caller.request(in_b, Lookup("on purpose", []), LookupReply) == echoed("b answers on purpose")
+            await caller.request(in_a, Lookup("a", 1, []), LookupReply, timeout_s=1)
+        assert await caller.request(in_b, Lookup("on purpose", 1, []), LookupReply) == echoed("b answers on purpose")
 
 
 async def test_a_connection_closed_for_good_ends_the_process(control_plane: ControlPlane) -> None:

@@ -19,6 +19,7 @@ from pdd.errors import ConfigError, UnreachableError
 from pdd.local.loopback import client
 from pdd.local.shaper import ask
 from pdd.local.supervisor import ProcessSpec
+from pdd.mesh.streams import domain
 
 PROBE_TIMEOUT_S = 1.0
 
@@ -26,12 +27,12 @@ PROBE_TIMEOUT_S = 1.0
 def nats_server(dc: str, config_dir: Path, port: int, http_port: int, leafnodes: str) -> ProcessSpec:
     """Write a NATS configuration into `config_dir` and describe the process. `leafnodes` is that part's text."""
     config = config_dir / f"nats-{dc}.conf"
-    store = config_dir / f"jetstream-{dc}"
+    store = json.dumps(str(config_dir / f"jetstream-{dc}"))
     config.write_text(
         f"""server_name: "pdd-{dc}"
 listen: "127.0.0.1:{port}"
 http: "127.0.0.1:{http_port}"
-jetstream {{ store_dir: {json.dumps(str(store))}, domain: "dc{dc}", max_memory_store: 64MB, max_file_store: 256MB }}
+jetstream {{ store_dir: {store}, domain: "{domain(dc)}", max_memory_store: 64MB, max_file_store: 256MB }}
 leafnodes {{ {leafnodes} }}
 """
     )

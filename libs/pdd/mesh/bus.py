@@ -8,8 +8,8 @@ whatever a handler raised by accident (nats.micro would send them its `repr`). I
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, Awaitable, Callable, Generator, Mapping
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
 from typing import Any, TypeVar
 
 import nats
@@ -25,6 +25,7 @@ from opentelemetry import context as otel_context
 
 from pdd.errors import DeadlineError, PddError, RemoteError, TooLargeError, UnreachableError
 from pdd.mesh import messages
+from pdd.tasks import cancellation_kept
 from pdd.telemetry import tracing
 from pdd.types import Peer
 
@@ -66,6 +67,16 @@ class Bus:
         self.closing = False
         """Whether `close` was called: what ends from then on was meant to."""
 
+    @property
+    def client(self) -> Client:
+        """The connection itself, for `pdd.mesh` alone."""
+        return self._client
+
+    @property
+    def max_payload(self) -> int:
+        """Largest message that the server takes, in bytes."""
+        return self._client.max_payload
+
     async def publish(self, subject: str, message: object) -> None:
         """Send `message` to whoever listens: at most once, nobody answers.
 
@@ -73,7 +84,7 @@ class Bus:
         closed or its outbound buffer is full.
         """
         headers = _trace_headers()
-        data = self._encode(subject, message, headers)
+        data = self.encode(subject, message, headers)
         try:
             await self._client.publish(subject, data, headers=headers)
         except nats.errors.Error as error:
@@ -88,9 +99,9 @@ class Bus:
         `TooLargeError` as `publish` does, and `RemoteError` with the peer's code if it answers with an error.
         """
         headers = _trace_headers()
-        data = self._encode(subject, message, headers)
+        data = self.encode(subject, message, headers)
         try:
-            with _cancellation_kept():
+            with cancellation_kept():
                 answer = await self._client.request(subject, data, timeout=timeout_s, headers=headers)
         except NoRespondersError:
             raise UnreachableError(f"nobody serves {subject}") from None
@@ -160,7 +171,7 @@ class Bus:
         except (TimeoutError, nats.errors.Error):
             await self._client.close()
 
-    def _encode(self, to: str, message: object, headers: dict[str, str] | None) -> bytes:
+    def encode(self, to: str, message: object, headers: dict[str, str] | None) -> bytes:
         """Raises `TooLargeError` in place of the server, which closes the connection for good; headers count there."""
         data = messages.encode(message)
         if len(data) + _wire_bytes(headers) > self._client.max_payload:
@@ -182,7 +193,7 @@ class Bus:
         token = otel_context.attach(tracing.extract(request.headers or {}))
         try:
             reply = await endpoint.handler(messages.decode(request.data, endpoint.kind))
-            await request.respond(self._encode(f"the caller of {endpoint.subject}", reply, None))
+            await request.respond(self.encode(f"the caller of {endpoint.subject}", reply, None))
         except PddError as error:
             await self._respond_error(request, error.code, str(error))
         except Exception:
@@ -252,19 +263,6 @@ async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> 
         await bus.close()
     if closed_for_good:
         raise UnreachableError(f"the NATS server at {url} closed the connection for good")
-
-
-@contextmanager
-def _cancellation_kept() -> Generator[None]:
-    """nats-py waits for answers with `asyncio.wait_for`, which before Python 3.12 loses a cancellation that comes
-    together with the answer: whoever asks in a loop would then go on for ever."""
-    task = asyncio.current_task()
-    before = task.cancelling() if task is not None else 0
-    try:
-        yield
-    finally:
-        if task is not None and task.cancelling() > before:
-            raise asyncio.CancelledError
 
 
 def _wire_bytes(headers: dict[str, str] | None) -> int:

@@ -258,6 +258,8 @@ class Beat(Message, frozen=True):
     fabric: str
     metrics_port: int
     load: Load
+    kv_seq: int = 0
+    """Number of the newest change of this instance's cached blocks: whoever follows them sees that it fell behind."""
 
 
 class GatewayBeat(Message, frozen=True):
@@ -268,35 +270,75 @@ class GatewayBeat(Message, frozen=True):
 
 
 class Lookup(Message, frozen=True):
-    """gateway -> cache: how many leading blocks of this chain does each instance hold? Hashes are 16 bytes each."""
+    """gateway -> cache: how many leading blocks of this chain does each instance hold? Hashes are 16 bytes each.
+
+    Only instances whose blocks have `block_size` tokens can tell.
+    """
 
     fingerprint: str
+    block_size: int
     hashes: list[bytes]
 
 
 class Hit(Message, frozen=True):
-    """`blocks` leading blocks are held by this instance."""
+    """`blocks` leading blocks are held by this instance, of which the first `pinned` cannot be evicted right now.
+
+    `in_flight` further blocks after them are on their way to it: something to wait for, never a hit.
+    """
 
     dc: str
     role: Role
     instance: str
     blocks: int
+    in_flight: int = 0
+    pinned: int = 0
 
 
 class LookupReply(Message, frozen=True):
-    """Instances that hold at least one leading block. A hint: the reservation gives the exact hit."""
+    """Instances that hold or await at least one leading block. A hint: the reservation gives the exact hit."""
 
     hits: list[Hit]
 
 
 class KvEvent(Message, frozen=True):
-    """Something happened to blocks of one instance. `seq` counts from 1 within an epoch, without holes."""
+    """One change of one instance's cached blocks. `seq` counts from 1 within an epoch, without holes."""
+
+    seq: int
+    kind: KvEventKind
+    hashes: list[bytes]
+
+
+class KvEvents(Message, frozen=True):
+    """P or MD -> cache: changes in the order in which they happened. Model and block size are those of its beat."""
+
+    peer: Peer
+    events: list[KvEvent]
+
+
+class Snapshot(Message, frozen=True):
+    """cache -> P or MD: which blocks do you hold? Tell page `page` of `pages`.
+
+    `pages` 0 asks for the first, of as many as it takes.
+    """
+
+    page: int = 0
+    pages: int = 0
+
+
+class SnapshotPage(Message, frozen=True):
+    """Blocks that the instance held after change `seq`, those whose hash falls into page `page` of `pages`.
+
+    Pages may be taken at different moments: with all changes after the first page's `seq` applied on top, the result
+    is what the instance holds, as the last change of a block decides. `pinned` blocks are among `stored`.
+    """
 
     peer: Peer
     seq: int
-    kind: KvEventKind
-    fingerprint: str
-    hashes: list[bytes]
+    page: int
+    pages: int
+    stored: list[bytes]
+    pinned: list[bytes]
+    in_flight: list[bytes]
 
 
 MessageT = TypeVar("MessageT")

@@ -38,13 +38,13 @@ def beats(dc: str = "*", role: Role | str = "*") -> str:
 
 
 def kv_events(peer: Peer) -> str:
-    """Stored, removed and cleared blocks of one instance."""
+    """Changes of one instance's cached blocks."""
     return f"{ROOT}.{peer.dc}.kv_events.{peer.role}.{peer.instance}"
 
 
-def all_kv_events() -> str:
-    """Wildcard over the KV events of all instances of all datacenters."""
-    return f"{ROOT}.*.kv_events.*.*"
+def kv_events_of(dc: str) -> str:
+    """Wildcard over the KV events of all instances of one datacenter."""
+    return f"{ROOT}.{dc}.kv_events.*.*"
 
 
 def cache_lookup(dc: str) -> str:

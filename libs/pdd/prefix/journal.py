@@ -33,6 +33,11 @@ class Holdings:
     in_flight: frozenset[bytes]
 
 
+MAX_HASHES = 1024
+"""Most blocks of one change; more become several changes, each with a number of its own. So a change always fits into
+a message, and nothing that numbers changes ever has to cut one."""
+
+
 class KvJournal:
     """See the module. Keeps at most `capacity` changes that were not taken."""
 
@@ -49,12 +54,13 @@ class KvJournal:
         return self._seq
 
     def record(self, kind: KvEventKind, hashes: Sequence[bytes]) -> None:
-        """Note that `hashes` changed; nothing if there are none."""
+        """Note that `hashes` changed, as one change for each `MAX_HASHES` of them; nothing if there are none."""
         if not hashes:
             return
         with self._lock:
-            self._seq += 1
-            self._changes.append(KvChange(self._seq, kind, tuple(hashes)))
+            for start in range(0, len(hashes), MAX_HASHES):
+                self._seq += 1
+                self._changes.append(KvChange(self._seq, kind, tuple(hashes[start : start + MAX_HASHES])))
         self.on_record()
 
     def take(self) -> list[KvChange]:

@@ -19,12 +19,12 @@ from pdd.engine.thread import EngineThread
 from pdd.errors import DeadlineError, PddError, UnreachableError
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
-from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, KvEvent, Load, Ok, Phase, Progress
+from pdd.mesh.messages import Beat, Failed, Finished, GatewayBeat, Load, Ok, Phase, Progress
 from pdd.mesh.registry import BEAT_INTERVAL_S, MISSED_BEATS, Registry
 from pdd.stage.metrics import StageMetrics
 from pdd.stage.output import TokenPublisher
 from pdd.tasks import Tasks
-from pdd.types import AttemptKey, FinishReason, KvEventKind, Path, Peer, Role
+from pdd.types import AttemptKey, FinishReason, Path, Peer, Role
 
 logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
@@ -82,6 +82,7 @@ class StageHost:
         self.on_beat: Callable[[], None] = lambda: None
         self.reserved: Callable[[], int] = lambda: 0
         self.stale_messages: Callable[[], int] = lambda: 0
+        self.kv_seq: Callable[[], int] = lambda: 0
         self._fabric = fabric
         self._metrics_port = metrics_port
         self._interest: dict[AttemptKey, Interest] = {}
@@ -92,10 +93,6 @@ class StageHost:
         """Listen to gateways and peers and begin to beat."""
         await self.registry.listen(self.bus, roles=(Role.PREFILL, Role.RELAY, Role.MAIN_DECODE))
         await self.bus.subscribe(subjects.beats(role=Role.GATEWAY), GatewayBeat, self._hear_gateway)
-        if self.me.role is not Role.RELAY:
-            # A new epoch holds nothing: whatever the index knows of a predecessor is void.
-            event = KvEvent(self.me, 0, KvEventKind.CLEARED, self.loaded.identity.fingerprint, [])
-            await self._publish(subjects.kv_events(self.me), event)
         self.tasks.spawn(self.publisher.run(), "publish_tokens")
         self.tasks.spawn(self._beat(), "beat")
 
@@ -193,6 +190,7 @@ class StageHost:
             fabric=self._fabric,
             metrics_port=self._metrics_port,
             load=load,
+            kv_seq=self.kv_seq(),
         )
 
     async def release(self, key: AttemptKey) -> None:

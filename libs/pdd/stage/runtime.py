@@ -15,12 +15,13 @@ from pdd.errors import ConfigError, PddError
 from pdd.mesh.bus import Bus, Endpoint, connect
 from pdd.mesh.registry import Registry
 from pdd.stage.host import StageHost
+from pdd.stage.kv_events import KvEventPublisher
 from pdd.stage.metrics import StageMetrics
 from pdd.telemetry.metrics import process_registry, serve_metrics
 from pdd.transfer.fabric import make_fabric_receiver
 from pdd.transfer.interface import KvReceiver
 from pdd.transfer.stream_receiver import StreamReceiver
-from pdd.types import Peer
+from pdd.types import Peer, Role
 
 
 def load(settings: StageSettings, *, prefix_cache: bool) -> LoadedEngine:
@@ -122,6 +123,11 @@ async def run_until(
 
 async def _serve(bus: Bus, host: StageHost, endpoints: list[Endpoint]) -> None:
     """Serve first, beat then: whoever hears of the stage can already reach it."""
-    metadata = {"fingerprint": host.loaded.identity.fingerprint}
-    await bus.serve(host.me, endpoints, metadata)
+    cache = host.loaded.engine.cache
+    if host.me.role is not Role.RELAY:
+        publisher = KvEventPublisher(bus, host.me, cache.journal, cache.holdings)
+        host.kv_seq = lambda: cache.journal.seq
+        host.tasks.spawn(publisher.run(), "publish_kv_events")
+        endpoints = [*endpoints, *publisher.endpoints()]
+    await bus.serve(host.me, endpoints, {"fingerprint": host.loaded.identity.fingerprint})
     await host.start()
