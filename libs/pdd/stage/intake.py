@@ -156,7 +156,7 @@ class KvIntake:
         self._pass_on(reservation)
         if reservation.namespace is not None:
             self._cache.publish(reservation.namespace, reservation.tokens, reservation.blocks)
-        self._settle_awaited(reservation, stored=True)
+        self._settle_awaited(reservation)
         self._wanting.append(reservation)
         self._give_room()
         await reservation.room.wait()
@@ -305,11 +305,11 @@ class KvIntake:
             self._cache.release(reservation.blocks)
         else:
             self._cache.retire(reservation.namespace, reservation.tokens[:arrived], reservation.blocks)
-        self._settle_awaited(reservation, stored=False)
+        self._settle_awaited(reservation)
 
-    def _settle_awaited(self, reservation: Reservation, *, stored: bool) -> None:
+    def _settle_awaited(self, reservation: Reservation) -> None:
         awaited, reservation.awaited = reservation.awaited, []
-        self._cache.settle(awaited, stored=stored)
+        self._cache.settle(awaited)
 
 
 def common_prefix(one: Sequence[bytes], other: Sequence[bytes]) -> int:
