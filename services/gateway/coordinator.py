@@ -233,7 +233,7 @@ class LiveRequest:
             registry = coordinator.registry
             holders = [*registry.live(Role.PREFILL), *registry.live(Role.MAIN_DECODE)]
             hits = await coordinator.prefixes.hits(self._request.prompt, holders, self._request.salt)
-            await attempt.start(hits.stored)
+            await attempt.start(hits.held_soon())
             begun = True
         except UnavailableError as error:
             if self.report.attempts == 1:

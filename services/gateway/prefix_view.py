@@ -25,6 +25,12 @@ class PrefixHits:
     stored: HitTokens = field(default_factory=HitTokens)
     in_flight: HitTokens = field(default_factory=HitTokens)
 
+    def held_soon(self) -> HitTokens:
+        """Leading tokens that need not be sent again: held, or on their way. For placement; no promise."""
+        return {
+            place: self.stored.get(place, 0) + self.in_flight.get(place, 0) for place in {*self.stored, *self.in_flight}
+        }
+
 
 class PrefixView:
     """Asks the cache service of the gateway's datacenter. `reachable` tells whether it answered last time."""

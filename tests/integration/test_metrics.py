@@ -127,7 +127,7 @@ async def test_the_cache_is_scraped_at_its_fixed_port(
         async with connect(control_plane.nats_a, "asker") as bus:
 
             async def ask(hashes: list[bytes]) -> LookupReply:
-                return await bus.request(subjects.cache_lookup(unique), Lookup(unique, hashes), LookupReply)
+                return await bus.request(subjects.cache_lookup(unique), Lookup(unique, 4, hashes), LookupReply)
 
             async with asyncio.timeout(DEADLINE_S):
                 while True:

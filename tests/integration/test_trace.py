@@ -31,7 +31,7 @@ from pdd.prefix.index import PrefixIndex
 from pdd.telemetry import logs, tracing
 from pdd.telemetry.tracing import Trace
 from pdd.types import Peer, Pipeline, Role
-from services.cache.service import CacheService
+from services.cache.service import CacheService, Limits
 from services.cache.wiring import open_redis
 from services.gateway.api.app import create_app
 from tests.integration.conftest import ControlPlane
@@ -82,7 +82,10 @@ async def open_cache(control_plane: ControlPlane, unique: str) -> AsyncGenerator
         open_redis(f"redis://127.0.0.1:{control_plane.valkey}/0", 1.0) as redis,
         connect(control_plane.nats_a, "cache") as bus,
     ):
-        service = CacheService(bus, me, PrefixIndex(redis), Registry(time.monotonic), timeout_s=1.0)
+        index = PrefixIndex(redis)
+        service = CacheService(
+            bus, me, index, index, Registry(time.monotonic), Limits(lookup_s=1.0, write_s=1.0), now=time.monotonic
+        )
         await service.start()
         try:
             yield
@@ -125,9 +128,9 @@ async def test_one_request_is_one_trace(
         assert is_child(recorder.one(name), attempt)
     assert {span.attributes["pdd.role"] for span in recorder.named("reserve")} >= {"main_decode"}
     assert all(is_child(span, attempt) for span in recorder.named("reserve"))
-    cached = recorder.one("lookup")
-    assert is_child(cached, lookup)
-    assert cached.attributes["pdd.hit_blocks"] == 0
+    cached = recorder.named("lookup")  # one for each block size among P and MD
+    assert [is_child(span, lookup) for span in cached] == [True, True]
+    assert [span.attributes["pdd.hit_blocks"] for span in cached] == [0, 0]
     request_id = top.attributes["pdd.request_id"]
     assert {span.attributes["pdd.request_id"] for span in recorder.spans} == {request_id}
     assert attempt.attributes["pdd.outcome"] == "finished"
@@ -296,7 +299,7 @@ async def test_a_process_sends_its_spans_to_the_collector(control_plane: Control
                 token = otel_context.attach(tracing.from_client(CLIENT))
                 while True:
                     try:
-                        await bus.request(subjects.cache_lookup(unique), Lookup("f", [bytes(16)]), LookupReply)
+                        await bus.request(subjects.cache_lookup(unique), Lookup("f", 16, [bytes(16)]), LookupReply)
                         break
                     except UnreachableError:
                         await asyncio.sleep(0.1)
