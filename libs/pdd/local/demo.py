@@ -7,6 +7,7 @@ comes from the gateway's report (`usage.pdd`).
 from __future__ import annotations
 
 import json
+import secrets
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -67,6 +68,7 @@ def ask_mesh(gateway_url: str, pipeline: Pipeline) -> Seen:
     usage: dict[str, Any] | None = None
     body = {
         "model": model_name(gateway_url),
+        "cache_salt": secrets.token_hex(8),  # what an earlier demo has left behind is not to be found
         "messages": [{"role": "user", "content": prompt()}],
         "max_tokens": MAX_TOKENS,
         "temperature": 0,
