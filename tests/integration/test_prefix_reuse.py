@@ -10,7 +10,7 @@ import msgspec
 import pytest
 
 from pdd.mesh import subjects
-from pdd.mesh.messages import Cancel, Ok
+from pdd.mesh.messages import Cancel, Ok, Reserve, Reserved
 from pdd.types import AttemptKey, Pipeline
 from services.gateway.coordinator import LiveRequest
 from services.gateway.generation import GenerationRequest
@@ -181,6 +181,35 @@ async def test_if_the_first_is_cancelled_the_second_takes_the_transfer_over(
             assert await two == oracle.ids(second)
             await asyncio.gather(one, return_exceptions=True)
             await stages.settle()
+
+
+async def test_a_transfer_that_does_not_move_is_not_awaited_for_ever(
+    control_plane: ControlPlane, tiny_model: Path, oracle: Oracle
+) -> None:
+    """The first one's Prefill may have no blocks for it, as long as the second one holds them."""
+    async with open_stages(control_plane, tiny_model, budget_s=WAITS_NEVER_S) as stages:
+        first = oracle.request(4, prompt_tokens=90)
+        key = AttemptKey(first.request_id, 1)
+        stages.gateway._live[key] = None  # type: ignore[assignment]  # listed in its beats, as if it were under way
+        reserve = Reserve(
+            key=key,
+            gateway=stages.gateway.me,
+            source=stages.prefill.me,
+            prompt=first.prompt,
+            outputs=[],
+            sampling=first.sampling,
+            stop=first.stop,
+            max_outputs=4,
+        )
+        await stages.gateway_bus.request(subjects.endpoint(stages.main.me, "reserve"), reserve, Reserved)
+        second = follow_up(oracle, msgspec.structs.replace(first, prompt=first.prompt[:80]), [], 12, more=23)
+        ids, live = await stages.complete(second)
+        assert ids == oracle.ids(second)
+        assert live.report.main_decode_tokens > 0
+        assert [attempt.kv_freed for other, attempt in stages.main.attempts if other == key] == [False]
+        del stages.gateway._live[key]
+        await stages.gateway_bus.request(subjects.endpoint(stages.main.me, "cancel"), Cancel(key, "over"), Ok)
+        await stages.settle()
 
 
 async def test_an_answer_that_ends_on_relay_decode_still_leaves_its_kv_at_main_decode(

@@ -97,7 +97,7 @@ class DecodeStage:
         self.decode_phase = "relay_decode" if host.me.role is Role.RELAY else "main_decode"
         """What the span of its sampling is called."""
         host.on_abandoned = self._abandon
-        host.on_beat = self._report_life
+        host.on_beat = self._on_beat
         host.reserved = lambda: sum(not a.started and not a.kv_freed for _, a in self.attempts)
         host.stale_messages = lambda: self.attempts.stale_messages
 
@@ -291,6 +291,10 @@ class DecodeStage:
             received_bytes=attempt.kv.incoming.received_bytes,
             tokens=attempt.sampled,
         )
+
+    def _on_beat(self) -> None:
+        self._intake.beat()
+        self._report_life()
 
     def _report_life(self) -> None:
         """KV that keeps arriving is a sign of life: an honest transfer over the WAN may take half a minute. So is

@@ -30,6 +30,8 @@ logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _DRAIN_TIMEOUT_S = 5.0
 _IN_FLIGHT_TIMEOUT_S = 2.0
+_PATIENT_BEATS = 3
+"""So many beats a reservation that lacks nothing else waits for another's transfer that does not move."""
 
 
 @dataclass(eq=False)
@@ -54,6 +56,9 @@ class Reservation:
     in_flight_settled: bool
     """Whether the sender has been told what became of the tokens that came under another's ticket."""
     followers: list[Reservation] = field(default_factory=list["Reservation"])
+    arrived_before: int = 0
+    idle_beats: int = 0
+    """Beats since `arrived_tokens` was more than `arrived_before`."""
     given_up: bool = False
     room: asyncio.Event = field(default_factory=asyncio.Event)
     """Set once the blocks of the answer are there, too."""
@@ -105,7 +110,7 @@ class KvIntake:
         namespace = KvNamespace(message.salt) if self._caches else None
         hashes = [] if namespace is None else block_hashes(tokens, spec.block_size, salt=message.salt)
         hit = [] if namespace is None else cache.match(namespace, tokens)
-        leader, leads_to = self._find_leader(hashes)
+        leader, leads_to = self._find_leader(tokens, hashes)
         coming = [] if leader is None else leader.blocks[len(hit) : leads_to]
         cache.share(coming)
         shared = [*hit, *coming]
@@ -161,6 +166,21 @@ class KvIntake:
         self._give_room()
         await reservation.room.wait()
 
+    def beat(self) -> None:
+        """Once a second: nobody waits for ever for what another's transfer should bring.
+
+        That one may be waiting itself, for blocks of its sender that are held until these have arrived.
+        """
+        for reservation in list(self._receiving.values()):
+            if reservation.given_up or reservation.in_flight_settled or not reservation.incoming.own_complete:
+                continue
+            moved = reservation.arrived_tokens > reservation.arrived_before
+            reservation.arrived_before = reservation.arrived_tokens
+            reservation.idle_beats = 0 if moved else reservation.idle_beats + 1
+            if reservation.idle_beats >= _PATIENT_BEATS:
+                logger.info("in_flight_not_awaited", request_id=reservation.key.request_id)
+                self._settle_in_flight(reservation)
+
     def waits_for_room(self, reservation: Reservation) -> bool:
         """Whether all KV is here and blocks for the answer are not."""
         return reservation in self._wanting
@@ -194,10 +214,13 @@ class KvIntake:
         self._kept[reservation.key] = reservation
         self._host.tasks.spawn(self._let_arrive(reservation), f"keep {reservation.key}")
 
-    def _find_leader(self, hashes: Sequence[bytes]) -> tuple[Reservation | None, int]:
-        """The reservation whose KV, arriving now, shares most leading blocks with `hashes`; and how many."""
+    def _find_leader(self, tokens: Sequence[int], hashes: Sequence[bytes]) -> tuple[Reservation | None, int]:
+        """The reservation whose KV, arriving now, shares most leading blocks with this prompt; and how many."""
         shared = ((common_prefix(hashes, one.hashes), one) for one in self._receiving.values() if not one.given_up)
         blocks, leader = max(shared, key=lambda found: found[0], default=(0, None))
+        same = blocks * self._cache.block_size
+        if leader is None or tokens[:same] != leader.tokens[:same]:  # equal hashes are no proof
+            return None, 0
         return leader, blocks
 
     def _pass_on(self, reservation: Reservation) -> None:

@@ -56,6 +56,12 @@ class KvImport:
         return self._coverage.complete
 
     @property
+    def own_complete(self) -> bool:
+        """Whether all has arrived that does not come under another ticket."""
+        ticket = self.ticket
+        return self.received_bytes >= (ticket.end_token - ticket.in_flight_end) * ticket.spec.token_bytes
+
+    @property
     def elapsed_s(self) -> float:
         """Seconds from the first applied bytes until now, or until the last ones once complete. 0 before the first."""
         if self._first_byte_s is None:
