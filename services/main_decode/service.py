@@ -52,8 +52,7 @@ class MainDecodeService:
         """KV, seat and blocks are here: unless Prefill has handed over already, RelayDecode may."""
         relay = attempt.reserve.relay
         if relay is not None and not attempt.receiver.owned:
-            work = self._announce(attempt, relay)
-            attempt.tasks.append(self._host.tasks.spawn(work, f"kv_ready {attempt.key}"))
+            self.stage.spawn(attempt, self._announce(attempt, relay), "kv_ready")
 
     def on_outputs(self, attempt: DecodeAttempt) -> None:
         """Nothing to add: the stage publishes and ends by itself."""

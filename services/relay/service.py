@@ -95,13 +95,12 @@ class RelayService:
             error = UnreachableError(f"main_decode {main.instance} is gone")
         else:
             return
-        attempt.tasks.append(self._host.tasks.spawn(self.stage.fail(attempt, error), f"fail {attempt.key}"))
+        self.stage.spawn(attempt, self.stage.fail(attempt, error), "fail")
 
     def _act(self, attempt: DecodeAttempt, actions: Sequence[Action]) -> None:
         with attempt.trace.active():
             for action in actions:
-                work = self._carry_out(attempt, action)
-                attempt.tasks.append(self._host.tasks.spawn(work, f"{type(action).__name__.lower()} {attempt.key}"))
+                self.stage.spawn(attempt, self._carry_out(attempt, action), type(action).__name__.lower())
 
     async def _carry_out(self, attempt: DecodeAttempt, action: Action) -> None:
         handoff = self._handoffs[attempt.key]

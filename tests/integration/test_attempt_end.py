@@ -260,3 +260,25 @@ async def test_the_gateway_refuses_and_counts_what_is_over(
         async with asyncio.timeout(2):
             while stages.gateway.stale_messages < before + 3:  # noqa: ASYNC110 (the two planes are not ordered)
                 await asyncio.sleep(0.01)
+
+
+async def test_a_defect_fails_the_attempt_at_once(
+    control_plane: ControlPlane, tiny_model: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not after a minute without progress; and whatever was held is given back."""
+
+    async def broken(reservation: object) -> None:
+        raise KeyError("by accident")
+
+    async with open_stages(control_plane, tiny_model) as stages:
+        await stages.complete(oracle.request(3))
+        with monkeypatch.context() as patch:
+            patch.setattr(stages.main.service.stage._intake, "wait_ready", broken)
+            began = time.monotonic()
+            with pytest.raises(RemoteError, match="unexpected KeyError"):
+                await stages.complete(oracle.request(8, pipeline=Pipeline.PD_WAN))
+            assert time.monotonic() - began < 3
+        await stages.settle()
+        request = oracle.request(8)
+        ids, _ = await stages.complete(request)
+        assert ids == oracle.ids(request)

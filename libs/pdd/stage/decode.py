@@ -8,9 +8,9 @@ IDs stay for replay) -> forgotten.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Any, Protocol
 
 import structlog
 
@@ -139,7 +139,7 @@ class DecodeStage:
         attempt.trace.begin("kv_receive", transfer_path=path, hit_tokens=kv.hit_tokens)
         self._host.watch(message.key, message.gateway)
         self._events.on_reserved(attempt)
-        attempt.tasks.append(self._host.tasks.spawn(self._receive(attempt), f"receive {message.key}"))
+        self.spawn(attempt, self._receive(attempt), "receive")
         return Reserved(kv.incoming.ticket, self._host.lease_s)
 
     async def handoff(self, message: Handoff) -> HandoffReply:
@@ -194,6 +194,19 @@ class DecodeStage:
                     self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}")
                 self._events.on_outputs(attempt)
 
+    def spawn(self, attempt: DecodeAttempt, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `work` for an attempt; it ends with it. What it raises by accident fails the attempt at once."""
+        task = self._host.tasks.spawn(self._guard(attempt, work), f"{name} {attempt.key}")
+        task.add_done_callback(lambda _: work.close())  # one that is cancelled before its first step never awaits it
+        attempt.tasks.append(task)
+
+    async def _guard(self, attempt: DecodeAttempt, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            logger.exception("attempt_broken", request_id=attempt.key.request_id)
+            await self.fail(attempt, PddError(f"unexpected {type(error).__name__}"))
+
     async def fail(self, attempt: DecodeAttempt, error: PddError) -> None:
         """The attempt cannot go on here: say so and drop it."""
         await self._host.report_failed(attempt.key, attempt.gateway, error)
@@ -247,7 +260,7 @@ class DecodeStage:
         attempt.trace.begin("extend", tokens=len(outputs))
         # Queued here and now, so that a release that follows comes after it.
         added = self._host.engine.call(lambda engine: engine.add(spec))
-        attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {attempt.key}"))
+        self.spawn(attempt, self._confirm_start(attempt, added), "start")
 
     async def _confirm_start(self, attempt: DecodeAttempt, added: Awaitable[None]) -> None:
         try:
