@@ -1,7 +1,7 @@
 """All that a request can leave behind in the processes that it went through, counted.
 
 What must be nothing at rest is counted by `leftovers`; what a mesh at rest has of its own (subscriptions, sockets,
-tasks) is compared with an earlier count by `Belongings`. `watch_blocks` looks at each block that is handed out.
+tasks) is compared with an earlier count by `Belongings`. `watch_blocks` looks for blocks that are given up too early.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from typing import Any
 
@@ -65,38 +66,30 @@ async def settle(stages: Stages, before: Belongings, within_s: float) -> float:
 
 
 def watch_blocks(stages: Stages) -> list[str]:
-    """Look at each block that a pool hands out from now on: the list grows by those that some transfer may still
-    write into, or read from, for whoever had them before."""
-    seen: list[str] = []
+    """Look, whenever a stage gives blocks up, for some that anybody could have now though a transfer still writes into
+    them or reads from them. The list grows by what is found."""
+    found: list[str] = []
     for stage in stages.all():
-        _watch(stage, seen)
-    return seen
+        stage.host.loaded.engine.cache.on_free.append(partial(_look, stage, found))
+    return found
 
 
-def _watch(stage: Stage, seen: list[str]) -> None:
+def _look(stage: Stage, found: list[str]) -> None:
+    """On any thread. A transfer is over before its blocks are given up: seen in the other order, it still goes on."""
     cache = stage.host.loaded.engine.cache
-    allocate = cache.allocate
-
-    def watched(count: int) -> list[int]:
-        blocks = allocate(count)
-        # The dicts belong to the event loop and this may be the engine's thread: a list is made of them in one go.
-        seen.extend(f"{stage.me.role}: block {one}" for one in set(blocks).intersection(_blocks_in_transfer(stage)))
-        return blocks
-
-    cache.allocate = watched
+    for transfer in _transfers(stage):
+        unused = [one for one in transfer.blocks if cache._pool.references(one) - (one in cache._nodes) < 1]
+        if unused and transfer in _transfers(stage):
+            found.append(f"{stage.me.role}: blocks {unused} of {transfer.key}")
 
 
-def _blocks_in_transfer(stage: Stage) -> Iterator[int]:
+def _transfers(stage: Stage) -> list[Any]:
+    """Exports that are read, or imports that may be written."""
     if hasattr(stage.service, "stage"):
-        for receiver in _receivers(stage):
-            for incoming in list(receiver._imports.values()):
-                if not incoming.complete:
-                    yield from incoming.blocks
-    else:
-        for transfer_id, attempt in list(stage.service._exporting.items()):
-            export = attempt.exports.get(transfer_id)
-            if export is not None and not export.ended:
-                yield from export.blocks
+        return [one for receiver in _receivers(stage) for one in list(receiver._imports.values()) if not one.complete]
+    exporting = list(stage.service._exporting.items())
+    exports = [attempt.exports.get(transfer_id) for transfer_id, attempt in exporting]
+    return [one for one in exports if one is not None and not one.ended]
 
 
 def _of_gateway(stages: Stages) -> Iterator[tuple[str, int]]:

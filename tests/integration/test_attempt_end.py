@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from pdd.mesh.messages import (
     Withdraw,
     Withdrawn,
 )
-from pdd.types import AttemptKey, FinishReason, Handoff, HandoffReply, Peer, Pipeline, TokenEvent, hash_prompt
+from pdd.types import AttemptKey, FinishReason, Handoff, HandoffReply, Peer, TokenEvent, hash_prompt
 from services.gateway.generation import GenerationRequest
 from tests.integration.conftest import ControlPlane
 from tests.integration.stages import ALWAYS_RELAY_S, Oracle, Stage, Stages, open_stages

@@ -1,10 +1,9 @@
-"""A client that goes away leaves nothing: at whatever moment, everything that was held for it is given back, at once."""
+"""A client that goes away leaves nothing: at whatever moment, all that was held for it is given back, and soon."""
 
 from __future__ import annotations
 
 import asyncio
 import random
-import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -140,7 +139,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
             await stages.complete(oracle.request(12, handoff_at=3))
         await stages.settle()
         before = Belongings.now(stages)
-        reused_too_early = watch_blocks(stages)
+        given_up_too_early = watch_blocks(stages)
         slowest_s = 0.0
         for size in CROWDS:
             wave = [Client(stages, request) for request in crowd(oracle, generator, size)]
@@ -151,7 +150,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
             ids, _ = await stages.complete(survivor)
             assert ids == oracle.ids(survivor)
         await settle(stages, before, GIVEN_BACK_S)
-    assert not reused_too_early
+    assert not given_up_too_early
     for client in clients:
         got = client.ids
         if got:
