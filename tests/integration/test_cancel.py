@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -29,6 +30,8 @@ CROWDS = (6, 24, 8, 30, 6, 24, 10, 24, 8, 30, 6, 24)
 """Clients at once, wave by wave: a few find room at every stage, many wait in the gateway's line and in P's queue."""
 
 PACE_S = 0.01
+BUSY_S = 0.3
+"""What a machine that also does other things may add to a wait."""
 
 
 @pytest.fixture(scope="module")
@@ -160,3 +163,48 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
     assert len(clients) == 200
     everywhere = ("asking", "line", "queue", "prefill", "transfer", "following", "relay_decode", "main_decode", "kept")
     assert min(phases[phase] for phase in everywhere) >= 3, phases
+
+
+async def test_prefill_stops_within_a_chunk(control_plane: ControlPlane, tiny_model: Path, oracle: Oracle) -> None:
+    """Of a long prompt nothing is computed beyond the step that runs when the cancel arrives; the next in line begins,
+    and nobody decodes."""
+    pace_s = 0.1
+    async with open_stages(
+        control_plane, tiny_model, pace_step_ms=1e3 * pace_s, budget_s=ALWAYS_RELAY_S, prefix_cache=False
+    ) as stages:
+        engine, attempts = stages.prefill.host.engine, stages.prefill.attempts
+        arrived: list[int] = []
+        close = attempts.close
+
+        def closing(key: AttemptKey) -> Any:
+            arrived.append(engine.status().prompt_tokens_computed)
+            return close(key)
+
+        attempts.close = closing  # type: ignore[method-assign]
+        idle_s = await time_to_first_token(stages, oracle.request(2, prompt_tokens=10))
+        await stages.settle()
+        decoded = [stage.host.engine.status().output_tokens for stage in (stages.relay, stages.main)]
+        for stay_s in (0.02, 0.35, 0.72, 1.08):
+            arrived.clear()
+            before = engine.status().prompt_tokens_computed
+            leaving = Client(stages, oracle.request(8, prompt_tokens=25 * STEP_TOKENS))
+            await leaving.stay(stay_s)
+            ttft_s = await time_to_first_token(stages, oracle.request(1, prompt_tokens=10))
+            assert leaving.phases == ["prefill"]
+            assert 0 <= engine.status().prompt_tokens_computed - 10 - arrived[0] <= STEP_TOKENS
+            assert arrived[0] - before <= (stay_s / pace_s + 1) * STEP_TOKENS, "the pace was not kept"
+            # It waits for the running step at most, and for a busy machine; behind the whole prompt it would wait for
+            # 14 steps or more.
+            assert ttft_s <= idle_s + pace_s + BUSY_S
+            await stages.settle(GIVEN_BACK_S + pace_s)
+        assert [stage.host.engine.status().output_tokens for stage in (stages.relay, stages.main)] == decoded
+
+
+async def time_to_first_token(stages: Stages, request: GenerationRequest) -> float:
+    """Seconds from asking until the first token. Reads no further."""
+    began = time.monotonic()
+    async with stages.gateway.generate(request) as live:
+        async for emission in live:
+            assert emission.tokens
+            break
+    return time.monotonic() - began
