@@ -166,7 +166,6 @@ async def open_stages(
     prefix_cache: bool = True,
     line_bytes_per_s: float = _LINE_BYTES_PER_S,
     line: LineSpec | None = None,
-    idle_share: float = 0.3,
 ) -> AsyncGenerator[Stages]:
     """A mesh in which everybody has heard of everybody. P, RLD and MD differ in block size, as they may.
 
@@ -223,7 +222,7 @@ async def open_stages(
         main = await _open_decode(
             stack,
             *settings(Role.MAIN_DECODE, "b", 16, **across),
-            partial(MainDecodeService, idle_share=idle_share),
+            partial(MainDecodeService, idle_share=0.3),
         )
         stages = Stages(prefill, relay, main, gateway, gateway_bus)
         async with asyncio.timeout(_STAGES_HEARD_S):

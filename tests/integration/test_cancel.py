@@ -159,7 +159,7 @@ async def test_clients_that_leave_at_any_moment_leave_nothing(
         if got:
             assert got == oracle.ids(msgspec.structs.replace(client.request, stop=StopRule(max_tokens=len(got))))
         phases.update(client.phases)
-    print(f"slowest {slowest_s:.2f} s", phases)
+    print(f"given back after {slowest_s:.2f} s at most; {dict(phases)}")
     assert len(clients) == 200
     everywhere = ("asking", "line", "queue", "prefill", "transfer", "following", "relay_decode", "main_decode", "kept")
     assert min(phases[phase] for phase in everywhere) >= 3, phases
