@@ -26,9 +26,11 @@ STEP_TOKENS = 16
 SLOW_LINE = LineSpec(mbps=2.0, delay_ms=1e3 * ROUND_TRIP_S / 2)
 """A prompt of a hundred tokens takes a fifth of a second, so that clients leave while KV is on its way."""
 
-CROWDS = (6, 24, 8, 30, 6, 24, 10, 24, 8, 30, 6, 24)
+CROWDS = (8, 24, 10, 24, 10, 10, 24, 10, 24, 10, 10, 10, 26)
 """Clients at once, wave by wave: a few find room at every stage, many wait in the gateway's line and in P's queue."""
 
+FEW = 10
+"""So many mostly leave while their prompts are computed and their KV is on its way."""
 PACE_S = 0.01
 BUSY_S = 0.3
 """What a machine that also does other things may add to a wait."""
@@ -109,7 +111,7 @@ def crowd(oracle: Oracle, generator: random.Random, size: int) -> list[Generatio
     for number in range(size):
         kind = kinds[number % len(kinds)]
         one = oracle.request(**kind, prompt_tokens=generator.randrange(20, 100))
-        if generator.random() < 0.8:
+        if size <= FEW or generator.random() < 0.8:
             one = msgspec.structs.replace(one, prompt=[*shared, *one.prompt[:30]])
         requests.append(one)
     return requests
@@ -117,8 +119,8 @@ def crowd(oracle: Oracle, generator: random.Random, size: int) -> list[Generatio
 
 def some_time(generator: random.Random, size: int) -> float:
     """How long one of a crowd stays: perhaps until its end, sometimes no longer than it takes to find stages."""
-    longest_s = 0.01 if generator.random() < 0.1 else 0.5 + size / 30
-    return generator.uniform(0, longest_s)
+    longest_s = 0.45 if size <= FEW else 0.5 + size / 30
+    return generator.uniform(0, 0.01 if generator.random() < 0.1 else longest_s)
 
 
 @pytest.mark.timeout(180)
