@@ -22,6 +22,9 @@ from pdd.engine.engine import StepResult, generate
 from pdd.engine.loading import LoadedEngine
 from pdd.engine.sequence import SequenceSpec
 from pdd.errors import DeadlineError
+from pdd.local.emulator import Emulator, Route
+from pdd.local.line import LineSpec
+from pdd.local.preflight import free_ports
 from pdd.mesh.bus import Bus, Endpoint, connect
 from pdd.mesh.registry import Registry
 from pdd.stage import runtime
@@ -166,14 +169,17 @@ async def open_stages(
     max_attempts: int = 1,
     prefix_cache: bool = True,
     line_bytes_per_s: float = _LINE_BYTES_PER_S,
+    line: LineSpec | None = None,
 ) -> AsyncGenerator[Stages]:
     """A mesh in which everybody has heard of everybody. P, RLD and MD differ in block size, as they may.
+
+    KV crosses to MD through `line`; None: as fast as loopback is. The control plane does not.
 
     There is one attempt unless a test asks for more: a second try would hide what went wrong in the first.
     """
     unique = secrets.token_hex(4)
 
-    def settings(role: Role, dc: str, block_size: int) -> tuple[StageSettings, Peer, LoadedEngine]:
+    def settings(role: Role, dc: str, block_size: int, **kv_address: Any) -> tuple[StageSettings, Peer, LoadedEngine]:
         chosen = StageSettings(
             dc=dc,
             instance=unique,
@@ -188,6 +194,7 @@ async def open_stages(
             fabric="stream",
             kv_connections=2,
             lease_s=lease_s,
+            **kv_address,
         )
         return chosen, chosen.peer(role), runtime.load(chosen, prefix_cache=prefix_cache and role is not Role.RELAY)
 
@@ -215,8 +222,11 @@ async def open_stages(
         prior = LinePrior(line_bytes_per_s, _LINE_DELAY_S, budget_s)
         prefill = await _open_prefill(stack, *settings(Role.PREFILL, "a", 8), prior)
         relay = await _open_decode(stack, *settings(Role.RELAY, "a", 4), RelayService)
+        across = {} if line is None else await _lay_line(stack, line)
         main = await _open_decode(
-            stack, *settings(Role.MAIN_DECODE, "b", 16), partial(MainDecodeService, idle_share=0.3)
+            stack,
+            *settings(Role.MAIN_DECODE, "b", 16, **across),
+            partial(MainDecodeService, idle_share=0.3),
         )
         stages = Stages(prefill, relay, main, gateway, gateway_bus)
         async with asyncio.timeout(_STAGES_HEARD_S):
@@ -224,6 +234,13 @@ async def open_stages(
             while not all(one.is_live(stage.me) for one in hearers for stage in stages.all()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         yield stages
+
+
+async def _lay_line(stack: AsyncExitStack, line: LineSpec) -> dict[str, Any]:
+    """Lay a line to where MD will listen. Settings that make MD listen there and name the line's other end."""
+    (port,) = free_ports(1, None)
+    emulator = await stack.enter_async_context(Emulator(line, [Route("kv", 0, port, "a")]))
+    return {"kv_port": port, "kv_advertise": f"127.0.0.1:{emulator.ports['kv']}"}
 
 
 async def _open_prefill(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import random
 import time
 from pathlib import Path
 from typing import Any
@@ -28,7 +27,7 @@ from pdd.mesh.messages import (
     Withdraw,
     Withdrawn,
 )
-from pdd.types import AttemptKey, FinishReason, Handoff, HandoffReply, Peer, Pipeline, TokenEvent, hash_prompt
+from pdd.types import AttemptKey, FinishReason, Handoff, HandoffReply, Peer, TokenEvent, hash_prompt
 from services.gateway.generation import GenerationRequest
 from tests.integration.conftest import ControlPlane
 from tests.integration.stages import ALWAYS_RELAY_S, Oracle, Stage, Stages, open_stages
@@ -71,53 +70,6 @@ async def open_attempts(stages: Stages, request: GenerationRequest, attempt: int
         await ask(stages, stage, "reserve", reserve(stages, request, attempt), Reserved)
     assert [len(stage.attempts) for stage in stages.all()] == [1, 1, 1]
     assert all(stage.held() for stage in stages.all())
-
-
-async def test_cancels_at_any_moment_leave_nothing(
-    control_plane: ControlPlane, tiny_model: Path, oracle: Oracle
-) -> None:
-    """Fifty at random moments of their way, ten at a time, with whole answers in between."""
-    generator = random.Random(5)
-    emitted: list[int] = []
-
-    async def abandoned(request: GenerationRequest, after_s: float) -> None:
-        ids: list[int] = []
-
-        async def read() -> None:
-            async with stages.gateway.generate(request) as live:
-                async for emission in live:
-                    ids.extend(emission.tokens)
-
-        reading = asyncio.create_task(read())
-        await asyncio.sleep(after_s)
-        reading.cancel()
-        await asyncio.gather(reading, return_exceptions=True)
-        emitted.append(len(ids))
-        assert ids == oracle.ids(request)[: len(ids)]
-
-    async with open_stages(control_plane, tiny_model, pace_step_ms=3, budget_s=ALWAYS_RELAY_S) as stages:
-        await stages.complete(oracle.request(4))  # connections are made by the first request
-        await stages.settle()
-        tasks_at_rest = len(asyncio.all_tasks())
-        for _ in range(5):
-            requests = [
-                oracle.request(30, prompt_tokens=20 + number, **fields)
-                for number, fields in enumerate(
-                    [{}, {"handoff_at": 3}, {"handoff_at": 9}, {"pipeline": Pipeline.PD_WAN}, {}] * 2
-                )
-            ]
-            moments = [generator.uniform(0, 0.45) for _ in requests]
-            await asyncio.gather(*map(abandoned, requests, moments))
-            await stages.settle(3.0)
-            survivor = oracle.request(8)
-            ids, _ = await stages.complete(survivor)
-            assert ids == oracle.ids(survivor)
-        await stages.settle(3.0)
-        assert len(asyncio.all_tasks()) <= tasks_at_rest
-        reached = sum(count == 0 for count in emitted), sum(0 < count < 30 for count in emitted)
-        assert min(reached) >= 5, f"the moments did not spread over the way: {sorted(emitted)}"
-        assert stages.relay.host.engine.status().output_tokens > 0
-        assert stages.main.host.engine.status().output_tokens > 0
 
 
 async def test_a_cancel_that_overtakes_what_it_cancels_wins(
