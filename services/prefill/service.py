@@ -289,7 +289,11 @@ class PrefillService:
         attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {message.key}"))
         self._host.progress(message.key, message.gateway, Phase.PREFILL_STARTED, tokens=attempt.hit_tokens)
         if attempt.attach is not None:
-            self._export_all(attempt, attempt.attach)
+            try:
+                self._export_all(attempt, attempt.attach)
+            except PddError as error:
+                # Nobody is there to be told by a reply, and the step that made room is not to blame.
+                attempt.tasks.append(self._host.tasks.spawn(self._fail(attempt, error), f"fail {message.key}"))
 
     def _on_beat(self) -> None:
         """Waiting is a sign of life; and blocks may have become free that nobody told of."""

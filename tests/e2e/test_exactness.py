@@ -101,15 +101,16 @@ async def test_every_way_through_the_mesh(
 
 
 async def test_cached_kv_changes_no_token(client: Client, asked: list[list[int]], greedy: list[Drawn]) -> None:
-    """The same prompts again, when Prefill and perhaps MainDecode remember them."""
+    """The same prompts again, when Prefill and MainDecode remember them; the longest would evict others."""
+    some = asked[:-1]
+    await ask_all(client, some, cache_salt="again", pipeline="pd-wan")
     for way in ("pd-wan", "handoff at 7"):
-        answers = await ask_all(client, asked, cache_salt=way, **WAYS[way])
-        for prompt, answer, (tokens, margins) in zip(asked, answers, greedy, strict=True):
+        answers = await ask_all(client, some, cache_salt="again", **WAYS[way])
+        for prompt, answer, (tokens, margins) in zip(some, answers, greedy, strict=False):
             assert answer.ids == tokens, explain(len(prompt), answer.ids, tokens, margins)
             assert answer.report["recomputed_prompt_tokens"] == 0
         cached = [answer.usage["prompt_tokens_details"]["cached_tokens"] for answer in answers]
-        assert sum(cached) > 0.5 * sum(map(len, asked))
-        assert all(hit < len(prompt) for hit, prompt in zip(cached, asked, strict=True))
+        assert cached == [(len(prompt) - 1) // 16 * 16 for prompt in some]
     await books_balance(client)
 
 

@@ -27,7 +27,7 @@ from pdd.mesh.messages import (
     Withdraw,
     Withdrawn,
 )
-from pdd.types import AttemptKey, FinishReason, Handoff, HandoffReply, Peer, TokenEvent, hash_prompt
+from pdd.types import AttemptKey, FinishReason, Handoff, HandoffReply, Peer, Pipeline, TokenEvent, hash_prompt
 from services.gateway.generation import GenerationRequest
 from tests.integration.conftest import ControlPlane
 from tests.integration.stages import ALWAYS_RELAY_S, Oracle, Stage, Stages, open_stages
