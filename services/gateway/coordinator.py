@@ -92,6 +92,7 @@ class LiveRequest:
         self._last_sign = coordinator.now()
         self._owner: Peer | None = None
         self._tries = 0
+        self._began = coordinator.now()
         self.attempt: Attempt | None = None
 
     @property
@@ -135,7 +136,9 @@ class LiveRequest:
 
     def progressed(self, progress: Progress) -> None:
         """A stage said where the attempt stands."""
-        self._last_sign = self._coordinator.now()
+        now = self._coordinator.now()
+        if progress.phase is not Phase.QUEUED or now - self._began < self._coordinator.limits.queue_timeout_s:
+            self._last_sign = now  # Waiting is a sign of life, but not for ever: it holds room at other stages.
         attempt = self.attempt
         if attempt is None:
             return
@@ -198,8 +201,10 @@ class LiveRequest:
                 logger.info("request_waits", request_id=self._request.request_id, reason=str(error))
         self._attempt_trace.begin("wait_for_room")
         pause_s = _FIRST_PAUSE_S
-        async with line.turn(deadline):
+        # Whoever was being answered already is not turned away because many wait.
+        async with line.turn(deadline, bounded=self.report.attempts == 1):
             while True:
+                line.watch()
                 try:
                     return await self._try()
                 except CapacityError:
@@ -215,7 +220,7 @@ class LiveRequest:
         self._assembler.new_attempt()
         self._attempt_error = None
         self._owner = None
-        self._last_sign = coordinator.now()
+        self._last_sign = self._began = coordinator.now()
         attempt = Attempt(
             key=AttemptKey(self._request.request_id, self._tries),
             me=coordinator.me,
@@ -241,14 +246,18 @@ class LiveRequest:
             raise CapacityError(str(error)) from None  # A stage that died may come back.
         finally:
             if not begun:
-                self._end(attempt, keep_kv=False)
+                coordinator.leave(attempt.key)
+                coordinator.closing.spawn(attempt.close("no room"), f"close {attempt.key}")
         return attempt
 
     def _end(self, attempt: Attempt, *, keep_kv: bool) -> None:
         coordinator = self._coordinator
         coordinator.leave(attempt.key)
-        coordinator.closing.spawn(attempt.close("over", keep_kv=keep_kv), f"close {attempt.key}")
-        coordinator.line(self._request.pipeline).somebody_left()
+        coordinator.closing.spawn(self._close(attempt, keep_kv=keep_kv), f"close {attempt.key}")
+
+    async def _close(self, attempt: Attempt, *, keep_kv: bool) -> None:
+        await attempt.close("over", keep_kv=keep_kv)
+        self._coordinator.line(self._request.pipeline).somebody_left()
 
     def _owner_is_relay(self, attempt: Attempt) -> bool:
         return self._owner is not None and self._owner.role is Role.RELAY and not attempt.stages.handed_over

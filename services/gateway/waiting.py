@@ -23,9 +23,12 @@ class WaitingLine:
         self._left = asyncio.Event()
 
     @asynccontextmanager
-    async def turn(self, deadline: float) -> AsyncGenerator[None]:
-        """Stand in line until it is one's turn to ask. Raises `CapacityError` if the line is full or time runs out."""
-        if self.waiting >= self._most:
+    async def turn(self, deadline: float, *, bounded: bool = True) -> AsyncGenerator[None]:
+        """Stand in line until it is one's turn to ask.
+
+        Raises `CapacityError` if time runs out, or at once if the line is full and this request is `bounded` by that.
+        """
+        if bounded and self.waiting >= self._most:
             raise CapacityError(f"{self.waiting} requests wait for room already")
         self.waiting += 1
         try:
@@ -41,9 +44,12 @@ class WaitingLine:
         finally:
             self.waiting -= 1
 
-    async def pause(self, longest_s: float) -> None:
-        """Wait until a request has left the stages, or `longest_s`."""
+    def watch(self) -> None:
+        """Look out for requests that leave, from now on."""
         self._left.clear()
+
+    async def pause(self, longest_s: float) -> None:
+        """Wait until a request has left the stages since `watch`, or `longest_s`."""
         try:
             async with asyncio.timeout(longest_s):
                 await self._left.wait()

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import asyncio
 from collections import deque
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
+from typing import Any
 
 import structlog
 
@@ -131,6 +132,7 @@ class PrefillService:
         """When transfers were stopped on purpose, by transfer ID; what is here is not (again) begun."""
         host.on_abandoned = self._abandon
         host.on_beat = self._on_beat
+        host.waiting = lambda: len(self._waiting)
         host.stale_messages = lambda: self._attempts.stale_messages
         host.line_figures = line.figures
 
@@ -154,10 +156,14 @@ class PrefillService:
         stream = OutputStream(message.key, len(message.prompt), message.outputs)
         attempt = PrefillAttempt(message, stream, Trace.here(attempt=message.key.attempt))
         tokens, needed = attempt.target_tokens, self._needed_blocks(attempt)
-        if needed > self._cache.total_blocks or tokens >= self._host.loaded.max_model_len:
+        if tokens >= self._host.loaded.max_model_len:
+            raise TooLargeError(
+                f"prompt of {tokens} tokens, prompt and answer may have {self._host.loaded.max_model_len}"
+            )
+        if needed > self._cache.total_blocks:
             total = self._cache.total_blocks
             raise TooLargeError(f"prompt of {tokens} tokens needs {needed} KV blocks, prefill has {total}")
-        if len(self._waiting) > self._admission.max_waiting:
+        if self._waiting and len(self._waiting) >= self._admission.max_waiting:
             raise CapacityError(f"{len(self._waiting)} prompts wait for prefill already")
         self._attempts.open(message.key, attempt)
         self._host.watch(message.key, message.gateway)
@@ -231,10 +237,23 @@ class PrefillService:
     def _first_token(self, attempt: PrefillAttempt) -> None:
         attempt.trace.end("prefill", tokens=attempt.computed - attempt.hit_tokens)
         if attempt.stream.finish is not None:
-            attempt.tasks.append(self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}"))
+            self._spawn(attempt, self._end(attempt), "end")
         else:
             self._reconsider(attempt)
             self._hand_over_if_due(attempt)
+
+    def _spawn(self, attempt: PrefillAttempt, work: Coroutine[Any, Any, None], name: str) -> None:
+        """Run `work` for an attempt; it ends with it. What it raises by accident fails the attempt at once."""
+        task = self._host.tasks.spawn(self._guard(attempt, work), f"{name} {attempt.key}")
+        task.add_done_callback(lambda _: work.close())  # one that is cancelled before its first step never awaits it
+        attempt.tasks.append(task)
+
+    async def _guard(self, attempt: PrefillAttempt, work: Coroutine[Any, Any, None]) -> None:
+        try:
+            await work
+        except Exception as error:
+            logger.exception("attempt_broken", request_id=attempt.key.request_id)
+            await self._fail(attempt, PddError(f"unexpected {type(error).__name__}"))
 
     def _needed_blocks(self, attempt: PrefillAttempt) -> int:
         return self._host.loaded.kv_pool.spec.blocks_for(attempt.target_tokens)
@@ -257,9 +276,14 @@ class PrefillService:
             self._drop_oldest_kept()
             return False
         # The last token is computed in any case: it gives the logits.
-        hit = self._cache.match(attempt.namespace, attempt.tokens[:-1])
+        tokens, needed = attempt.tokens[:-1], self._needed_blocks(attempt)
+        cached = self._cache.peek(attempt.namespace, tokens) // self._cache.block_size
+        if needed - cached > self._cache.available_blocks:
+            self._drop_oldest_kept()
+            return False  # without pinning and unpinning what is there, of which the index would hear each time
+        hit = self._cache.match(attempt.namespace, tokens)
         try:
-            attempt.blocks = [*hit, *self._cache.allocate(self._needed_blocks(attempt) - len(hit))]
+            attempt.blocks = [*hit, *self._cache.allocate(needed - len(hit))]
         except CapacityError:
             self._cache.release(hit)
             self._drop_oldest_kept()
@@ -286,14 +310,14 @@ class PrefillService:
         )
         # Queued here and now, so that a release that follows comes after it.
         added = self._host.engine.call(lambda engine: engine.add(spec))
-        attempt.tasks.append(self._host.tasks.spawn(self._confirm_start(attempt, added), f"start {message.key}"))
+        self._spawn(attempt, self._confirm_start(attempt, added), "start")
         self._host.progress(message.key, message.gateway, Phase.PREFILL_STARTED, tokens=attempt.hit_tokens)
         if attempt.attach is not None:
             try:
                 self._export_all(attempt, attempt.attach)
             except PddError as error:
                 # Nobody is there to be told by a reply, and the step that made room is not to blame.
-                attempt.tasks.append(self._host.tasks.spawn(self._fail(attempt, error), f"fail {message.key}"))
+                self._spawn(attempt, self._fail(attempt, error), "fail")
 
     def _on_beat(self) -> None:
         """Waiting is a sign of life; and blocks may have become free that nobody told of."""
@@ -330,8 +354,7 @@ class PrefillService:
         export.advance(attempt.computed)
         if (missing_from := attempt.missing_from.get(ticket.transfer_id)) is not None:
             export.resolve_in_flight(missing_from)
-        work = self._deliver(attempt, ticket, export)
-        attempt.tasks.append(self._host.tasks.spawn(work, f"deliver {attempt.key}"))
+        self._spawn(attempt, self._deliver(attempt, ticket, export), "deliver")
 
     async def _deliver(self, attempt: PrefillAttempt, ticket: Ticket, export: KvExport) -> None:
         try:
@@ -354,12 +377,12 @@ class PrefillService:
     def _account(self, attempt: PrefillAttempt, export: KvExport, outcome: str) -> None:
         """A transfer is over: count what it moved."""
         network = "fabric" if export.ticket.holder.dc == self._host.me.dc else "wan"
-        self._host.metrics.transfer(network, "sent", export.sent_bytes, export.age_s)
+        self._host.metrics.transfer(network, "sent", export.sent_bytes, export.elapsed_s)
         attempt.trace.end(
             "kv_transfer",
             export.ticket.transfer_id,
             transfer_bytes=export.sent_bytes,
-            goodput_bytes_per_s=export.sent_bytes / max(export.age_s, 1e-6),
+            goodput_bytes_per_s=export.sent_bytes / max(export.elapsed_s, 1e-6),
             outcome=outcome,
         )
 
@@ -398,8 +421,7 @@ class PrefillService:
         decision = choose_path(Pipeline.PDD, line, transfer, budget_s=self._prior.budget_s, relay_available=True)
         if decision.path is Path.DIRECT:
             attempt.path = Path.DIRECT
-            work = self._release_relay(attempt, attach.relay)
-            attempt.tasks.append(self._host.tasks.spawn(work, f"release_relay {attempt.key}"))
+            self._spawn(attempt, self._release_relay(attempt, attach.relay), "release_relay")
             self._host.progress(
                 attempt.key, attempt.gateway, Phase.PREFILL_DONE, path=Path.DIRECT, reason="relay_not_needed"
             )
@@ -412,7 +434,7 @@ class PrefillService:
         due = attempt.sampled and attempt.attach is not None and attempt.stream.finish is None
         if due and not attempt.handing_over:
             attempt.handing_over = True
-            attempt.tasks.append(self._host.tasks.spawn(self._hand_over(attempt), f"handoff {attempt.key}"))
+            self._spawn(attempt, self._hand_over(attempt), "handoff")
 
     async def _hand_over(self, attempt: PrefillAttempt) -> None:
         attach = attempt.attach
@@ -484,6 +506,8 @@ class PrefillService:
             main = attempt.exports.get(attempt.attach.main.transfer_id)
             if keep_kv and main is not None and attempt.sampled and attempt.freeing is None:
                 self._kept[key] = attempt
+                for transfer_id in [one for one in attempt.exports if one != main.ticket.transfer_id]:
+                    await self._stop_export(transfer_id)
                 self._host.tasks.spawn(self._let_arrive(attempt, main), f"keep {key}")
                 return
         await self._free_kv(attempt)
@@ -491,8 +515,6 @@ class PrefillService:
     async def _let_arrive(self, attempt: PrefillAttempt, export: KvExport) -> None:
         """The answer has ended; MainDecode gets the KV for its cache, unless that takes too long."""
         try:
-            for transfer_id in [one for one in attempt.exports if one != export.ticket.transfer_id]:
-                await self._stop_export(transfer_id)
             async with asyncio.timeout(self._host.lease_s):
                 await export.wait_delivered()
             self._account(attempt, export, "delivered")

@@ -154,7 +154,8 @@ class RelayService:
             reply = await self._host.bus.request(subject, message, HandoffReply, timeout_s=_OFFER_TIMEOUT_S)
         except PddError as error:
             logger.warning("handoff_declined", request_id=attempt.key.request_id, error=str(error))
-            self._host.metrics.handoff("failed", len(offer.ids))
+            if error.code in _NOT_TAKEN:
+                self._host.metrics.handoff("refused", len(offer.ids))
             actions = handoff.refused(offer.seq) if error.code in _NOT_TAKEN else handoff.silent(offer.seq)
         else:
             if not reply.accepted:

@@ -42,7 +42,8 @@ class DecodeAttempt:
     trace: Trace
     generation: int = 0
     sampled: int = 0
-    reported_bytes: int = 0
+    reported: tuple[int, int] = (0, 0)
+    """Tokens and bytes whose arrival the gateway has heard of."""
     started: bool = False
     kv_freed: bool = False
     tasks: list[asyncio.Task[None]] = field(default_factory=list[asyncio.Task[None]])
@@ -313,11 +314,11 @@ class DecodeStage:
         """KV that keeps arriving is a sign of life: an honest transfer over the WAN may take half a minute. So is
         waiting for blocks."""
         for _, attempt in self.attempts:
-            received = attempt.kv.incoming.received_bytes
+            arrived = attempt.kv.arrived_tokens, attempt.kv.incoming.received_bytes
             if self._intake.waits_for_room(attempt.kv):
                 self._report(attempt, Phase.QUEUED)
-            elif received > attempt.reported_bytes and not attempt.kv.incoming.complete:
-                attempt.reported_bytes = received
+            elif arrived > attempt.reported and not attempt.kv.incoming.complete:
+                attempt.reported = arrived
                 self._report(attempt, Phase.RECEIVING)
 
     def _abandon(self, key: AttemptKey) -> None:

@@ -81,6 +81,8 @@ class StageHost:
         self.line_figures: Callable[[], LineFigures] = LineFigures
         self.on_beat: Callable[[], None] = lambda: None
         self.reserved: Callable[[], int] = lambda: 0
+        self.waiting: Callable[[], int] = lambda: 0
+        """Sequences that wait for a place before the engine's own queue."""
         self.stale_messages: Callable[[], int] = lambda: 0
         self.kv_seq: Callable[[], int] = lambda: 0
         self._fabric = fabric
@@ -156,7 +158,7 @@ class StageHost:
         line = self.line_figures()
         load = Load(
             running=status.running,
-            waiting=status.waiting,
+            waiting=status.waiting + self.waiting(),
             reserved=self.reserved(),
             seats=status.seats,
             free_blocks=status.free_blocks,

@@ -15,7 +15,15 @@ from dataclasses import dataclass, field
 
 import structlog
 
-from pdd.errors import CapacityError, DeadlineError, PddError, TooLargeError, TransferError, UnreachableError
+from pdd.errors import (
+    CapacityError,
+    PddError,
+    StaleError,
+    TooLargeError,
+    TransferError,
+    UnknownRequestError,
+    UnreachableError,
+)
 from pdd.kv import KvNamespace
 from pdd.mesh import subjects
 from pdd.mesh.messages import Drain, InFlight, Ok, Reserve
@@ -30,8 +38,11 @@ logger: structlog.stdlib.BoundLogger = structlog.get_logger(__name__)
 
 _DRAIN_TIMEOUT_S = 5.0
 _IN_FLIGHT_TIMEOUT_S = 2.0
+_IN_FLIGHT_PAUSE_S = 0.2
 _PATIENT_BEATS = 3
 """So many beats a reservation that lacks nothing else waits for another's transfer that does not move."""
+_VERY_PATIENT_BEATS = 20
+"""The same for one that has nothing to receive itself, so that nothing tells whether the sender was at work."""
 
 
 @dataclass(eq=False)
@@ -109,8 +120,14 @@ class KvIntake:
             raise TooLargeError(f"needs {needed} KV blocks, {self._host.me.role} has {cache.total_blocks}")
         namespace = KvNamespace(message.salt) if self._caches else None
         hashes = [] if namespace is None else block_hashes(tokens, spec.block_size, salt=message.salt)
+        cached = 0 if namespace is None else cache.peek(namespace, tokens)
+        leader, leads_to = self._find_leader(tokens, hashes, message.source)
+        at_least = spec.blocks_for(len(tokens)) - max(cached // spec.block_size, leads_to)
+        if at_least > cache.available_blocks:
+            # Refused without pinning and unpinning what is there, of which the index would hear each time.
+            self._drop_oldest_kept()
+            raise CapacityError(f"{at_least} KV blocks wanted, {cache.available_blocks} are not in use")
         hit = [] if namespace is None else cache.match(namespace, tokens)
-        leader, leads_to = self._find_leader(tokens, hashes)
         coming = [] if leader is None else leader.blocks[len(hit) : leads_to]
         cache.share(coming)
         shared = [*hit, *coming]
@@ -123,14 +140,18 @@ class KvIntake:
             self._drop_oldest_kept()
             raise
         transport = self._fabric if message.source.dc == self._host.me.dc else self._wan
-        incoming = transport.open(
-            message.key,
-            blocks[len(hit) :],
-            len(hit) * spec.block_size,
-            len(tokens),
-            in_flight_end=len(shared) * spec.block_size,
-            on_progress=lambda _: self._pass_on(reservation),
-        )
+        try:
+            incoming = transport.open(
+                message.key,
+                blocks[len(hit) :],
+                len(hit) * spec.block_size,
+                len(tokens),
+                in_flight_end=len(shared) * spec.block_size,
+                on_progress=lambda _: self._pass_on(reservation),
+            )
+        except PddError:
+            cache.release(blocks)
+            raise
         reservation = Reservation(
             key=message.key,
             source=message.source,
@@ -177,7 +198,8 @@ class KvIntake:
             moved = reservation.arrived_tokens > reservation.arrived_before
             reservation.arrived_before = reservation.arrived_tokens
             reservation.idle_beats = 0 if moved else reservation.idle_beats + 1
-            if reservation.idle_beats >= _PATIENT_BEATS:
+            patience = _PATIENT_BEATS if reservation.incoming.received_bytes else _VERY_PATIENT_BEATS
+            if reservation.idle_beats >= patience:
                 logger.info("in_flight_not_awaited", request_id=reservation.key.request_id)
                 self._settle_in_flight(reservation)
 
@@ -214,9 +236,19 @@ class KvIntake:
         self._kept[reservation.key] = reservation
         self._host.tasks.spawn(self._let_arrive(reservation), f"keep {reservation.key}")
 
-    def _find_leader(self, tokens: Sequence[int], hashes: Sequence[bytes]) -> tuple[Reservation | None, int]:
-        """The reservation whose KV, arriving now, shares most leading blocks with this prompt; and how many."""
-        shared = ((common_prefix(hashes, one.hashes), one) for one in self._receiving.values() if not one.given_up)
+    def _find_leader(
+        self, tokens: Sequence[int], hashes: Sequence[bytes], source: Peer
+    ) -> tuple[Reservation | None, int]:
+        """The reservation whose KV, arriving now, shares most leading blocks with this prompt; and how many.
+
+        Of one sender only: should both transfers write a block in the end, they write what it has cached once.
+        """
+        arriving = [
+            one
+            for one in self._receiving.values()
+            if one.source == source and not one.given_up and one.incoming.error is None
+        ]
+        shared = ((common_prefix(hashes, one.hashes), one) for one in arriving)
         blocks, leader = max(shared, key=lambda found: found[0], default=(0, None))
         same = blocks * self._cache.block_size
         if leader is None or tokens[:same] != leader.tokens[:same]:  # equal hashes are no proof
@@ -246,15 +278,13 @@ class KvIntake:
             try:
                 await self._host.bus.request(subject, message, Ok, timeout_s=_IN_FLIGHT_TIMEOUT_S)
                 return
-            except DeadlineError:
-                continue
-            except UnreachableError:
+            except PddError as error:
+                if error.code in (StaleError.code, UnknownRequestError.code):
+                    reservation.incoming.fail(TransferError(f"{reservation.source.instance} sends no more: {error}"))
+                    return
                 if not self._host.registry.is_live(reservation.source):
                     return
-                await asyncio.sleep(0.2)
-            except PddError as error:
-                reservation.incoming.fail(TransferError(f"{reservation.source.instance} sends no more: {error}"))
-                return
+            await asyncio.sleep(_IN_FLIGHT_PAUSE_S)
 
     def _blocks_freed(self) -> None:
         """On any thread: perhaps somebody waits for them."""

@@ -55,6 +55,7 @@ class KvEventPublisher:
         self._subject = subjects.kv_events(me)
         self._wake = asyncio.Event()
         self._pages: list[SnapshotPage] = []
+        self._cutting = asyncio.Lock()
 
     def endpoints(self) -> list[Endpoint]:
         """What to serve on the bus beside the stage's own verbs."""
@@ -94,7 +95,8 @@ class KvEventPublisher:
         if not (0 <= message.page < max(message.pages, 1) and message.pages <= _MOST_PAGES):
             raise RemoteError("malformed", f"no page {message.page} of {message.pages}")
         if not message.pages or len(self._pages) != message.pages:
-            self._pages = await asyncio.to_thread(self._cut, message.pages)
+            async with self._cutting:  # A cut that began earlier must not replace a later one.
+                self._pages = await asyncio.to_thread(self._cut, message.pages)
         page = self._pages[message.page]
         if message.page == len(self._pages) - 1:
             self._pages = []

@@ -33,11 +33,6 @@ class Promises:
         self._promises: dict[AttemptKey, _Promise] = {}
         self._held: Counter[int] = Counter()
 
-    @property
-    def held_blocks(self) -> int:
-        """Blocks that idle reservations hold."""
-        return len(self._held)
-
     def check(self, shared: Sequence[int], own: int, rest: int) -> None:
         """Raise `CapacityError` unless one more fits: `shared` blocks, `own` empty ones now and `rest` more later."""
         held = len(self._held) + own + sum(block not in self._held for block in shared)

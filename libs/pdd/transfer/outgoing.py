@@ -46,7 +46,7 @@ class KvExport:
         self.corrupted = 0
         """Pieces that arrived with a wrong checksum."""
         self.error: PddError | None = None
-        self._opened_s = time.monotonic()
+        self._first_sent_s: float | None = None
         self._spec = spec
         self._max_piece_bytes = max_piece_bytes
         self._in_flight = ticket.in_flight_end > ticket.first_token
@@ -70,9 +70,9 @@ class KvExport:
         return not self._in_flight and self.acked_bytes == self.payload_bytes_total
 
     @property
-    def age_s(self) -> float:
-        """Seconds since it was opened."""
-        return time.monotonic() - self._opened_s
+    def elapsed_s(self) -> float:
+        """Seconds since the first bytes left; 0 before that."""
+        return 0.0 if self._first_sent_s is None else time.monotonic() - self._first_sent_s
 
     @property
     def unsettled_bytes(self) -> int:
@@ -152,6 +152,7 @@ class KvExport:
 
     def sent(self, piece: Piece) -> None:
         """Count `piece` as handed to the line, each time it is."""
+        self._first_sent_s = self._first_sent_s or time.monotonic()
         self.sent_bytes += piece.nbytes(self._spec)
 
     def acked(self, piece: Piece) -> None:
