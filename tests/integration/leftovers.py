@@ -133,7 +133,7 @@ def _of_decode(stage: Stage) -> Iterator[tuple[str, int]]:
     yield "wanting", len(intake._wanting)
     yield "kept", len(intake._kept)
     yield "promises", len(intake._promises._promises)
-    yield "promised blocks", intake._promises.held_blocks
+    yield "promised blocks", len(intake._promises._held)
     yield "open imports", sum(len(receiver._imports) for receiver in _receivers(stage))
     yield "hand-overs", len(getattr(stage.service, "_handoffs", ()))
 
