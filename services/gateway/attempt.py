@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import structlog
 
-from pdd.errors import CapacityError, PddError, RemoteError, UnreachableError
+from pdd.errors import CapacityError, DeadlineError, PddError, RemoteError, UnreachableError
 from pdd.kv import Ticket
 from pdd.mesh import subjects
 from pdd.mesh.bus import Bus
@@ -86,6 +86,7 @@ class Attempt:
         self.stages = Stages()
         self._trace = Trace.here()
         self._asked: list[Peer] = []
+        self._silent: list[Peer] = []
         self._me = me
         self._request = request
         self._emitted = list(emitted)
@@ -167,6 +168,10 @@ class Attempt:
             self._report.relay = None
             await self._cancel(relay, "relay_not_needed")
 
+    def gave_up(self, peer: Peer) -> bool:
+        """Whether `peer` was asked and did not answer in time: what it says later does not concern the attempt."""
+        return any(same_place(peer, silent) for silent in self._silent) and peer not in self.stages.all()
+
     async def close(self, reason: str, *, keep_kv: bool = False) -> None:
         """Make every stage drop the attempt; for `keep_kv` see `Cancel`. Those that cannot be reached drop it by the
         gateway's beat."""
@@ -228,11 +233,14 @@ class Attempt:
         )
 
     async def _place(self, candidates: Sequence[Peer], ask: Callable[[Peer], Awaitable[Reply]]) -> Reply:
-        """Ask candidates, best first, until one has room. Raises `CapacityError` if none has.
+        """Ask candidates, best first, until one has room. Raises `CapacityError` if none has, `DeadlineError` if none
+        answered at all.
 
-        Whoever is asked is noted first: if this is cancelled before the answer comes, `close` still reaches it.
+        Whoever is asked is noted first: if this is cancelled before the answer comes, `close` still reaches it. It also
+        reaches those that let the deadline pass: they may hold room by then, which is of no use any more.
         """
-        refusal: PddError = CapacityError("no instance is available")
+        refusal: PddError | None = None
+        silence: DeadlineError | None = None
         for peer in candidates:
             self._asked.append(peer)
             self._router.commit(peer)
@@ -242,11 +250,18 @@ class Attempt:
                 if error.code not in (UnreachableError.code, CapacityError.code):
                     raise
                 refusal = error
+            except DeadlineError as error:
+                logger.warning("stage_silent", request_id=self.key.request_id, to=_name(peer), error=str(error))
+                self._silent.append(peer)
+                silence = error
+                continue
             self._asked.remove(peer)
             self._router.settle(peer)
             if refusal.code == UnreachableError.code:
                 self._router.forget(peer)
-        raise CapacityError(str(refusal))
+        if refusal is None and silence is not None:
+            raise silence
+        raise CapacityError(str(refusal or "no instance is available"))
 
     async def _ask(self, peer: Peer, verb: str, message: object, reply: type[Reply]) -> Reply:
         with self._trace.during(verb, peer.epoch, role=peer.role, to=_name(peer)):

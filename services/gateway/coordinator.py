@@ -136,12 +136,12 @@ class LiveRequest:
 
     def progressed(self, progress: Progress) -> None:
         """A stage said where the attempt stands."""
+        attempt = self.attempt
+        if attempt is None or attempt.gave_up(progress.by):
+            return
         now = self._coordinator.now()
         if progress.phase is not Phase.QUEUED or now - self._began < self._coordinator.limits.queue_timeout_s:
             self._last_sign = now  # Waiting is a sign of life, but not for ever: it holds room at other stages.
-        attempt = self.attempt
-        if attempt is None:
-            return
         prefill = attempt.stages.prefill or progress.by  # Prefill reports before its answer to `submit` is here.
         self._timeline.progressed(progress, prefill)
         if progress.phase in _NOTED:
@@ -156,8 +156,10 @@ class LiveRequest:
         self._assembler.expect_end(message.end_position)
         self._changed.set()
 
-    def failed(self, error: PddError) -> None:
-        """The attempt cannot go on."""
+    def failed(self, error: PddError, by: Peer) -> None:
+        """The attempt cannot go on, if it is one of its stages that says so."""
+        if self.attempt is not None and self.attempt.gave_up(by):
+            return
         self._attempt_error = self._attempt_error or error
         self._changed.set()
 
@@ -241,9 +243,10 @@ class LiveRequest:
             await attempt.start(hits.held_soon())
             begun = True
         except UnavailableError as error:
-            if self.report.attempts == 1:
+            if self._tries == 1:
                 raise
-            raise CapacityError(str(error)) from None  # A stage that died may come back.
+            # A stage that died may come back, and one that answered nobody yet may have just begun to beat.
+            raise CapacityError(str(error)) from None
         finally:
             if not begun:
                 coordinator.leave(attempt.key)
@@ -431,7 +434,7 @@ class Coordinator:
         return Ok()
 
     async def _hear_failed(self, message: Failed) -> Ok:
-        self._require(message.key).failed(RemoteError(message.code, message.message))
+        self._require(message.key).failed(RemoteError(message.code, message.message), message.by)
         return Ok()
 
     def _require(self, key: AttemptKey) -> LiveRequest:

@@ -34,6 +34,11 @@ class MeshCollector(Collector):
             "Token events of live requests that were late, repeated or of another text: dropped.",
             coordinator.dropped_tokens,
         )
+        yield CounterMetricFamily(
+            "pdd_gateway_dropped_messages",
+            "NATS messages that came faster than the gateway read them: dropped; missing tokens are asked for again.",
+            coordinator.bus.dropped,
+        )
         instances = GaugeMetricFamily("pdd_gateway_live_instances", "Live stages, by role.", labels=("role",))
         for role in _STAGES:
             instances.add_metric((role.value,), len(coordinator.registry.live(role)))

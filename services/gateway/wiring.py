@@ -20,6 +20,7 @@ from pdd.types import Peer, Role
 from services.gateway.api.app import create_app
 from services.gateway.coordinator import Coordinator, Limits
 from services.gateway.mesh_metrics import MeshCollector
+from services.gateway.payload import require_prompts_fit
 from services.gateway.prefix_view import PrefixView
 from services.gateway.router import Router, RoutingPolicy
 
@@ -33,6 +34,7 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
         raise ConfigError("PDD_MODEL: a GGUF file or a Hugging Face directory is needed")
     listener = _listen(settings.host, settings.port)
     tokenizer = load_tokenizer(settings.model)
+    max_model_len = settings.max_model_len or tokenizer.context_length
     registry = Registry(time.monotonic)
     policy = RoutingPolicy(
         goodput_bytes_per_s=settings.line_mbps * 1e6 / 8,
@@ -48,6 +50,7 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
         relay_max_tokens=settings.relay_max_tokens,
     )
     async with connect(settings.nats_url, f"gateway-{me.dc}-{me.instance}", lost=stop) as bus:
+        require_prompts_fit(bus.max_payload, max_model_len, tokenizer.vocab_size)
         prefixes = PrefixView(bus, me.dc, settings.cache_timeout_ms / 1e3)
         coordinator = Coordinator(
             me=me,
@@ -65,7 +68,7 @@ async def serve(settings: GatewaySettings, me: Peer, stop: asyncio.Event) -> Non
             tokenizer,
             model_name=settings.model_name or settings.model.stem,
             created=int(settings.model.stat().st_mtime),
-            max_model_len=settings.max_model_len or tokenizer.context_length,
+            max_model_len=max_model_len,
             default_max_tokens=settings.default_max_tokens,
             default_pipeline=settings.pipeline,
             max_body_bytes=settings.max_body_bytes,

@@ -62,12 +62,22 @@ class BentBus:
         """Decides over each request that leaves here, and may change it."""
         self.hears: Callable[[Any], bool] = lambda message: True
         """Whether a published message arrives here."""
+        self.patience_s = 5.0
+        """Longest timeout of a request that leaves here, for tests that would wait for it."""
+
+    @property
+    def connected(self) -> bool:
+        return self._bus.connected
+
+    @property
+    def dropped(self) -> int:
+        return self._bus.dropped
 
     async def request(self, subject: str, message: object, reply: type[Any], *, timeout_s: float = 5.0) -> Any:
         fate, message = self.bend(subject, message)
         if fate == "lose request":
             raise DeadlineError("the request was lost")
-        answer = await self._bus.request(subject, message, reply, timeout_s=timeout_s)
+        answer = await self._bus.request(subject, message, reply, timeout_s=min(timeout_s, self.patience_s))
         if fate == "lose reply":
             raise DeadlineError("the reply was lost")
         return answer
@@ -170,6 +180,7 @@ async def open_stages(
     prefix_cache: bool = True,
     line_bytes_per_s: float = _LINE_BYTES_PER_S,
     line: LineSpec | None = None,
+    gateway_nats: str | None = None,
 ) -> AsyncGenerator[Stages]:
     """A mesh in which everybody has heard of everybody. P, RLD and MD differ in block size, as they may.
 
@@ -199,7 +210,7 @@ async def open_stages(
         return chosen, chosen.peer(role), runtime.load(chosen, prefix_cache=prefix_cache and role is not Role.RELAY)
 
     async with AsyncExitStack() as stack:
-        gateway_bus = BentBus(await stack.enter_async_context(connect(control_plane.nats_a, "gateway")))
+        gateway_bus = BentBus(await stack.enter_async_context(connect(gateway_nats or control_plane.nats_a, "gateway")))
         registry = Registry(time.monotonic)
         gateway = Coordinator(
             me=Peer("a", Role.GATEWAY, unique, secrets.token_hex(4)),

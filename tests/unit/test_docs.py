@@ -9,6 +9,7 @@ from typing import cast
 import msgspec
 import pytest
 import typer
+from nats.aio.client import Client
 from prometheus_client.metrics import MetricWrapperBase
 
 from pdd import cli, config_docs, kv, types
@@ -106,7 +107,7 @@ def shown_metrics() -> dict[str, tuple[str, list[str]]]:
     heard = Registry(lambda: 0.0)
     coordinator = Coordinator(
         me=Peer("a", Role.GATEWAY, "0", "e"),
-        bus=cast(Bus, None),
+        bus=Bus(cast(Client, None)),
         registry=heard,
         router=Router(heard, RoutingPolicy(1.0, 0.0, 0.0)),
         prefixes=PrefixView(cast(Bus, None), "a", 1.0),

@@ -40,6 +40,7 @@ _PENDING_MESSAGES = 16_384
 _PENDING_BYTES = 32 << 20
 _OUTBOUND_BYTES = 8 << 20
 _HANDLERS_AT_ONCE = 256
+_DROPS_LOGGED_EACH_S = 1.0
 _ERROR_HEADER = "Nats-Service-Error"
 _CODE_HEADER = "Nats-Service-Error-Code"
 
@@ -66,16 +67,23 @@ class Bus:
         self._services: list[Service] = []
         self.closing = False
         """Whether `close` was called: what ends from then on was meant to."""
+        self.dropped = 0
+        """Messages that came faster than this process read them, and were dropped on arrival."""
+
+    @property
+    def max_payload(self) -> int:
+        """Bytes that the server takes in one message, headers included; more closes the connection."""
+        return self._client.max_payload
+
+    @property
+    def connected(self) -> bool:
+        """Whether there is a connection right now: without one nobody is heard."""
+        return self._client.is_connected
 
     @property
     def client(self) -> Client:
         """The connection itself, for `pdd.mesh` alone."""
         return self._client
-
-    @property
-    def max_payload(self) -> int:
-        """Largest message that the server takes, in bytes."""
-        return self._client.max_payload
 
     async def publish(self, subject: str, message: object) -> None:
         """Send `message` to whoever listens: at most once, nobody answers.
@@ -101,8 +109,10 @@ class Bus:
         headers = _trace_headers()
         data = self.encode(subject, message, headers)
         try:
-            with cancellation_kept():
-                answer = await self._client.request(subject, data, timeout=timeout_s, headers=headers)
+            # nats-py's own timeout begins once the request is written, which on a line that is stuck takes 10 s more.
+            async with asyncio.timeout(timeout_s):
+                with cancellation_kept():
+                    answer = await self._client.request(subject, data, timeout=timeout_s, headers=headers)
         except NoRespondersError:
             raise UnreachableError(f"nobody serves {subject}") from None
         except TimeoutError:
@@ -174,8 +184,8 @@ class Bus:
     def encode(self, to: str, message: object, headers: dict[str, str] | None) -> bytes:
         """Raises `TooLargeError` in place of the server, which closes the connection for good; headers count there."""
         data = messages.encode(message)
-        if len(data) + _wire_bytes(headers) > self._client.max_payload:
-            raise TooLargeError(f"message for {to} exceeds {self._client.max_payload} bytes")
+        if len(data) + _wire_bytes(headers) > self.max_payload:
+            raise TooLargeError(f"message for {to} exceeds {self.max_payload} bytes")
         return data
 
     def _spawning_handler(self, endpoint: Endpoint) -> Callable[[MicroRequest], Awaitable[None]]:
@@ -219,6 +229,9 @@ async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> 
     """
     bus: Bus | None = None
     closed_for_good = False
+    now = asyncio.get_running_loop().time
+    quiet_until: dict[str, float] = {}
+    """By subject as subscribed to, so that there are few."""
 
     async def on_closed() -> None:
         nonlocal closed_for_good
@@ -230,7 +243,13 @@ async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> 
 
     async def on_error(error: Exception) -> None:
         if isinstance(error, SlowConsumerError):
-            logger.error("slow_consumer", subject=error.subject)
+            if bus is not None:
+                bus.dropped += 1
+            # A burst drops thousands, and a line for each would slow the reader down further.
+            subject = error.sub.subject
+            if now() >= quiet_until.get(subject, 0.0):
+                quiet_until[subject] = now() + _DROPS_LOGGED_EACH_S
+                logger.error("slow_consumer", subject=subject, dropped=bus.dropped if bus is not None else 1)
         else:
             logger.warning("nats_error", error=str(error) or type(error).__name__)
 

@@ -1,6 +1,7 @@
 """Who is alive: the instances whose beats this process has heard lately.
 
-Each reader expires an instance by its own clock; nobody announces a death. A beat with another epoch replaces its
+Each reader expires an instance by its own clock; nobody announces a death. While a reader has no connection it hears
+nobody, which says nothing of them: silence counts from its return. A beat with another epoch replaces its
 predecessor, which counts as gone. The registry is a hint: the answer to a request is the truth.
 """
 
@@ -27,9 +28,12 @@ class Registry:
         self._now = now
         self.on_gone: Callable[[Peer], None] | None = None
         self._heard: dict[tuple[str, Role, str], tuple[float, Beat]] = {}
+        self._hears: Callable[[], bool] = lambda: True
+        self._deaf_until = float("-inf")
 
     async def listen(self, bus: Bus, *, roles: tuple[Role, ...]) -> None:
         """Subscribe to the beats of `roles` in all datacenters."""
+        self._hears = lambda: bus.connected
         for role in roles:
             await bus.subscribe(beats(role=role), Beat, self.hear)
 
@@ -43,9 +47,12 @@ class Registry:
 
     def expire(self) -> None:
         """Forget instances that have been silent for too long. Call it once per beat interval."""
-        horizon = self._now() - MISSED_BEATS * BEAT_INTERVAL_S
+        now = self._now()
+        if not self._hears():
+            self._deaf_until = now
+        horizon = now - MISSED_BEATS * BEAT_INTERVAL_S
         for place, (heard, beat) in list(self._heard.items()):
-            if heard < horizon:
+            if max(heard, self._deaf_until) < horizon:
                 del self._heard[place]
                 self._gone(beat.peer)
 
