@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from pdd.errors import CapacityError, RemoteError, UnavailableError
+from pdd.mesh import subjects
+from pdd.mesh.bus import Endpoint, connect
+from pdd.mesh.messages import Reserve, Reserved
 from pdd.types import Path as Route
 from pdd.types import Peer, Pipeline, Role
 from tests.integration.conftest import ControlPlane
@@ -71,3 +74,29 @@ async def test_without_room_at_main_decode_nothing_is_emitted_before_the_error(
         ids, _ = await running
         assert ids == oracle.ids(first)
         await stages.settle()
+
+
+async def test_a_stage_that_does_not_answer_is_passed_over(
+    control_plane: ControlPlane, tiny_model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Somebody takes the reservation and never says a word: the next one is asked, after the deadline, and it alone is
+    listened to."""
+    oracle = Oracle(tiny_model)
+    request = oracle.request(8, pipeline=Pipeline.PD_WAN)
+    async with (
+        open_stages(control_plane, tiny_model) as stages,
+        connect(control_plane.nats_b, "mute") as bus,
+    ):
+        mute = Peer("b", Role.MAIN_DECODE, f"mute-{stages.main.me.instance}", "e")
+
+        async def never(_: Reserve) -> Reserved:
+            await asyncio.sleep(3600)
+            raise AssertionError
+
+        await bus.serve(mute, [Endpoint("reserve", subjects.endpoint(mute, "reserve"), Reserve, never)], {})
+        real = stages.gateway.router.mains
+        monkeypatch.setattr(stages.gateway.router, "mains", lambda *asked: [mute, *real(*asked)])
+        ids, live = await stages.complete(request)
+        assert ids == oracle.ids(request)
+        assert live.report.main_decode == f"b/{stages.main.me.instance}"
+        assert live.report.attempts == 1

@@ -97,3 +97,24 @@ def test_the_same_name_elsewhere_is_somebody_else(watched: Watched) -> None:
     assert watched.gone == []
     assert registry.is_live(here)
     assert registry.is_live(there)
+
+
+def test_who_hears_nobody_takes_nobody_for_dead(watched: Watched) -> None:
+    """A reader that has lost its own connection: silence counts from its return."""
+    registry, clock = watched.registry, watched.clock
+    connected = True
+    registry._hears = lambda: connected
+    registry.hear(beat(P))
+    connected = False
+    for _ in range(10):
+        clock.now += BEAT_INTERVAL_S
+        registry.expire()
+    connected = True
+    assert watched.live() == [P]
+    for _ in range(MISSED_BEATS):
+        clock.now += BEAT_INTERVAL_S
+        registry.expire()
+    assert watched.live() == [P]
+    clock.now += BEAT_INTERVAL_S
+    registry.expire()
+    assert watched.gone == [P]
