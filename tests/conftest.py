@@ -19,3 +19,5 @@ def pytest_configure() -> None:
         pytest.exit(f"ended by {signal.Signals(number).name}")
 
     signal.signal(signal.SIGTERM, terminate)
+    # A suite that a shell started in the background ignores Ctrl-C, and so would all that it starts.
+    signal.signal(signal.SIGINT, signal.default_int_handler)

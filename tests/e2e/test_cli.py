@@ -10,7 +10,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 
 import psutil
@@ -92,9 +91,7 @@ def test_ctrl_c_stops_everything_that_was_started(environment: dict[str, str]) -
     port = str(free_port())
     small = ["--pool-tokens", "1024", "--no-demo", "--port", port, "--model", model, "--local-main-decode", "0"]
     command = [sys.executable, "-m", "pdd.cli", "up", *small]
-    # A suite that was started in the background ignores Ctrl-C, and so would whatever it starts.
-    heed = partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
-    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=heed) as up:
+    with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as up:
         assert up.stdout is not None
         for line in up.stdout:
             if "curl" in line:
