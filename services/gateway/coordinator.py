@@ -266,16 +266,16 @@ class LiveRequest:
         return self._owner is not None and self._owner.role is Role.RELAY and not attempt.stages.handed_over
 
     async def _until_over(self, attempt: Attempt) -> PddError | None:
-        limits, now = self._coordinator.limits, self._coordinator.now
+        limits, registry = self._coordinator.limits, self._coordinator.registry
         while True:
             if self._finish is not None:
                 return None
             if self._attempt_error is not None:
                 return self._attempt_error
             for peer in attempt.stages.all():
-                if attempt.stages.needs(peer) and not self._coordinator.registry.is_live(peer):
+                if attempt.stages.needs(peer) and not registry.is_live(peer):
                     return UnreachableError(f"{peer.role} {peer.instance} is gone")
-            if now() - self._last_sign > limits.stall_timeout_s:
+            if registry.silence_s(self._last_sign) > limits.stall_timeout_s:
                 return DeadlineError(f"no progress for {limits.stall_timeout_s:g} s")
             self._changed.clear()
             gap = self._assembler.has_gap

@@ -210,26 +210,15 @@ async def open_stages(
         return chosen, chosen.peer(role), runtime.load(chosen, prefix_cache=prefix_cache and role is not Role.RELAY)
 
     async with AsyncExitStack() as stack:
-        gateway_bus = BentBus(await stack.enter_async_context(connect(gateway_nats or control_plane.nats_a, "gateway")))
-        registry = Registry(time.monotonic)
-        gateway = Coordinator(
-            me=Peer("a", Role.GATEWAY, unique, secrets.token_hex(4)),
-            bus=gateway_bus,
-            registry=registry,
-            router=Router(registry, RoutingPolicy(line_bytes_per_s, _LINE_DELAY_S, budget_s)),
-            prefixes=PrefixView(gateway_bus, "a", 0.05),
-            limits=Limits(
-                queue_timeout_s=10.0,
-                max_waiting=64,
-                stall_timeout_s=10.0,
-                replay_after_s=0.1,
-                max_attempts=max_attempts,
+        gateway, gateway_bus = await stack.enter_async_context(
+            open_gateway(
+                gateway_nats or control_plane.nats_a,
+                line_bytes_per_s=line_bytes_per_s,
+                budget_s=budget_s,
                 relay_max_tokens=relay_max_tokens,
-            ),
-            now=time.monotonic,
+                max_attempts=max_attempts,
+            )
         )
-        await gateway.start()
-        stack.push_async_callback(gateway.close)
         prior = LinePrior(line_bytes_per_s, _LINE_DELAY_S, budget_s)
         prefill = await _open_prefill(stack, *settings(Role.PREFILL, "a", 8), prior)
         relay = await _open_decode(stack, *settings(Role.RELAY, "a", 4), RelayService)
@@ -241,10 +230,46 @@ async def open_stages(
         )
         stages = Stages(prefill, relay, main, gateway, gateway_bus)
         async with asyncio.timeout(_STAGES_HEARD_S):
-            hearers = [registry, *(stage.host.registry for stage in stages.all())]
+            hearers = [gateway.registry, *(stage.host.registry for stage in stages.all())]
             while not all(one.is_live(stage.me) for one in hearers for stage in stages.all()):  # noqa: ASYNC110
                 await asyncio.sleep(0.02)
         yield stages
+
+
+@asynccontextmanager
+async def open_gateway(
+    nats_url: str,
+    *,
+    line_bytes_per_s: float = _LINE_BYTES_PER_S,
+    budget_s: float = 0.3,
+    relay_max_tokens: int = 64,
+    max_attempts: int = 1,
+) -> AsyncGenerator[tuple[Coordinator, BentBus]]:
+    """A gateway's coordinator in datacenter A, and its bus."""
+    async with connect(nats_url, "gateway") as straight:
+        bus = BentBus(straight)
+        registry = Registry(time.monotonic)
+        gateway = Coordinator(
+            me=Peer("a", Role.GATEWAY, secrets.token_hex(4), secrets.token_hex(4)),
+            bus=bus,
+            registry=registry,
+            router=Router(registry, RoutingPolicy(line_bytes_per_s, _LINE_DELAY_S, budget_s)),
+            prefixes=PrefixView(bus, "a", 0.05),
+            limits=Limits(
+                queue_timeout_s=10.0,
+                max_waiting=64,
+                stall_timeout_s=10.0,
+                replay_after_s=0.1,
+                max_attempts=max_attempts,
+                relay_max_tokens=relay_max_tokens,
+            ),
+            now=time.monotonic,
+        )
+        await gateway.start()
+        try:
+            yield gateway, bus
+        finally:
+            await gateway.close()
 
 
 async def _lay_line(stack: AsyncExitStack, line: LineSpec) -> dict[str, Any]:

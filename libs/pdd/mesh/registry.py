@@ -1,8 +1,8 @@
 """Who is alive: the instances whose beats this process has heard lately.
 
-Each reader expires an instance by its own clock; nobody announces a death. While a reader has no connection it hears
-nobody, which says nothing of them: silence counts from its return. A beat with another epoch replaces its
-predecessor, which counts as gone. The registry is a hint: the answer to a request is the truth.
+Each reader expires an instance by its own clock; nobody announces a death. While a reader has no connection, or was
+stopped itself, it hears nobody, which says nothing of them: silence counts from its return. A beat with another epoch
+replaces its predecessor, which counts as gone. The registry is a hint: the answer to a request is the truth.
 """
 
 from __future__ import annotations
@@ -20,6 +20,9 @@ BEAT_INTERVAL_S = 1.0
 MISSED_BEATS = 3
 """After so many silent intervals an instance is gone."""
 
+_STOPPED_AFTER_S = 2 * BEAT_INTERVAL_S
+"""A reader that looks every interval and did not for so long was stopped, and has what came meanwhile still to read."""
+
 
 class Registry:
     """Latest beat of each live instance. `now` is a monotonic clock in seconds; `on_gone` hears of each loss."""
@@ -30,6 +33,7 @@ class Registry:
         self._heard: dict[tuple[str, Role, str], tuple[float, Beat]] = {}
         self._hears: Callable[[], bool] = lambda: True
         self._deaf_until = float("-inf")
+        self._looked = now()
 
     async def listen(self, bus: Bus, *, roles: tuple[Role, ...]) -> None:
         """Subscribe to the beats of `roles` in all datacenters."""
@@ -47,14 +51,18 @@ class Registry:
 
     def expire(self) -> None:
         """Forget instances that have been silent for too long. Call it once per beat interval."""
-        now = self._now()
-        if not self._hears():
-            self._deaf_until = now
-        horizon = now - MISSED_BEATS * BEAT_INTERVAL_S
         for place, (heard, beat) in list(self._heard.items()):
-            if max(heard, self._deaf_until) < horizon:
+            if self.silence_s(heard) > MISSED_BEATS * BEAT_INTERVAL_S:
                 del self._heard[place]
                 self._gone(beat.peer)
+
+    def silence_s(self, since: float) -> float:
+        """Seconds of silence since then in which this process would have heard something."""
+        now = self._now()
+        if not self._hears() or now - self._looked > _STOPPED_AFTER_S:
+            self._deaf_until = now
+        self._looked = now
+        return now - max(since, self._deaf_until)
 
     def forget(self, peer: Peer) -> None:
         """Treat `peer` as gone now, because a request to it found nobody."""

@@ -192,7 +192,7 @@ class DecodeStage:
                 attempt.trace.begin(self.decode_phase)
                 if attempt.stream.finish is not None:
                     attempt.trace.end(self.decode_phase, tokens=attempt.sampled)
-                    self._host.tasks.spawn(self._end(attempt), f"end {attempt.key}")
+                    self.spawn(attempt, self._end(attempt), "end")
                 self._events.on_outputs(attempt)
 
     def spawn(self, attempt: DecodeAttempt, work: Coroutine[Any, Any, None], name: str) -> None:

@@ -240,7 +240,7 @@ class StageHost:
 
     def _sweep(self) -> None:
         for key, interest in list(self._interest.items()):
-            silent_s = self.now() - interest.seen_at
+            silent_s = self.registry.silence_s(interest.seen_at)
             if interest.missing >= MISSED_BEATS or silent_s > self.lease_s:
                 logger.warning("attempt_abandoned", request_id=key.request_id, attempt=key.attempt)
                 self.unwatch(key)

@@ -118,3 +118,23 @@ def test_who_hears_nobody_takes_nobody_for_dead(watched: Watched) -> None:
     clock.now += BEAT_INTERVAL_S
     registry.expire()
     assert watched.gone == [P]
+
+
+def test_who_was_stopped_reads_its_inbox_before_it_judges(watched: Watched) -> None:
+    """A process that slept finds everybody silent for as long: what they said meanwhile is still to be read."""
+    registry, clock = watched.registry, watched.clock
+    registry.hear(beat(P))
+    registry.hear(beat(M))
+    asked_at = clock.now
+    clock.now += 10 * BEAT_INTERVAL_S
+    assert registry.silence_s(asked_at) == 0
+    registry.expire()
+    registry.hear(beat(M))
+    for _ in range(MISSED_BEATS):
+        clock.now += BEAT_INTERVAL_S
+        registry.hear(beat(M))
+        registry.expire()
+    assert (watched.live(), registry.silence_s(asked_at)) == ([P, M], MISSED_BEATS * BEAT_INTERVAL_S)
+    clock.now += BEAT_INTERVAL_S
+    registry.expire()
+    assert (watched.live(), watched.gone) == ([M], [P])
