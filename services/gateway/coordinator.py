@@ -192,7 +192,8 @@ class LiveRequest:
     async def _begin(self) -> Attempt:
         """An attempt that has its stages, after a wait if there is no room for it now.
 
-        Raises `CapacityError` when there was none by the deadline, or too many wait already.
+        Raises `CapacityError` when there was none by the deadline, or too many wait already; `UnavailableError` if a
+        stage is missing altogether, by the deadline for who waits or was being answered already, else at once.
         """
         line, now = self._coordinator.line(self._request.pipeline), self._coordinator.now
         deadline = now() + self._coordinator.limits.queue_timeout_s
@@ -201,6 +202,9 @@ class LiveRequest:
                 return await self._try()
             except CapacityError as error:
                 logger.info("request_waits", request_id=self._request.request_id, reason=str(error))
+            except UnavailableError:
+                if self.report.attempts == 1:
+                    raise
         self._attempt_trace.begin("wait_for_room")
         pause_s = _FIRST_PAUSE_S
         # Whoever was being answered already is not turned away because many wait.
@@ -209,7 +213,8 @@ class LiveRequest:
                 line.watch()
                 try:
                     return await self._try()
-                except CapacityError:
+                except (CapacityError, UnavailableError):
+                    # A stage that died may come back, and one that answered nobody yet may have just begun to beat.
                     if now() >= deadline:
                         raise
                 await line.pause(pause_s)
@@ -242,11 +247,6 @@ class LiveRequest:
             hits = await coordinator.prefixes.hits(self._request.prompt, holders, self._request.salt)
             await attempt.start(hits.held_soon())
             begun = True
-        except UnavailableError as error:
-            if self._tries == 1:
-                raise
-            # A stage that died may come back, and one that answered nobody yet may have just begun to beat.
-            raise CapacityError(str(error)) from None
         finally:
             if not begun:
                 coordinator.leave(attempt.key)

@@ -183,3 +183,31 @@ async def test_three_times_too_many_who_leave_and_come_again(
         last = oracle.request(20, prompt_tokens=130)
         assert await answer(stages, last) == oracle.ids(last)
         await stages.settle()
+
+
+async def test_who_waits_for_room_waits_for_a_stage_that_comes_back(
+    control_plane: ControlPlane, tiny_model: Path, oracle: Oracle
+) -> None:
+    """Prefill is out of sight for a moment when a request becomes the first in line, not having asked anybody yet: it
+    has time left, and so have all those behind it, whom the same would befall one after the other."""
+    async with open_stages(
+        control_plane, tiny_model, pool_tokens=320, budget_s=WAITS_NEVER_S, pace_step_ms=8
+    ) as stages:
+        running = asyncio.create_task(answer(stages, oracle.request(150, prompt_tokens=160)))
+        async with asyncio.timeout(5):
+            while not stages.main.host.engine.status().running:  # noqa: ASYNC110
+                await asyncio.sleep(0.005)
+        requests = [oracle.request(8, prompt_tokens=40) for _ in range(3)]
+        waiting: list[asyncio.Task[list[int]]] = []
+        async with asyncio.timeout(5):
+            for one in requests:
+                waiting.append(asyncio.create_task(answer(stages, one)))
+                while stages.gateway.waiting < len(waiting):  # noqa: ASYNC110
+                    await asyncio.sleep(0.005)
+        first, *others = waiting
+        stages.gateway.registry.forget(stages.prefill.me)
+        first.cancel()
+        async with asyncio.timeout(15):
+            assert await asyncio.gather(*others) == [oracle.ids(one) for one in requests[1:]]
+            await running
+        await stages.settle()
