@@ -153,7 +153,7 @@ async def test_three_times_too_many_who_leave_and_come_again(
         nonlocal served, left
         for _ in range(4):
             request = oracle.request(generator.randrange(4, 24), prompt_tokens=generator.choice((10, 40, 90)))
-            patience_s = generator.uniform(0.3, 2.5)
+            patience_s = generator.choice((0.05, 0.5, 2.5))
             try:
                 async with asyncio.timeout(patience_s):
                     assert await answer(stages, request) == oracle.ids(request)
