@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import signal
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,6 +64,10 @@ class OwnServer:
     def stop(self) -> None:
         """End it."""
         self._group.stop([self._spec.name])
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send it a signal, to freeze it or to let it go on."""
+        self._group.signal(self._spec.name, number)
 
 
 @pytest.fixture

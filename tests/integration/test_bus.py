@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import signal
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import asynccontextmanager
@@ -271,6 +272,25 @@ async def test_both_ends_come_back_after_the_server_did(own_nats: OwnServer, uni
                 await asyncio.sleep(0.1)
             await caller.publish(f"pdd.test.{unique}", Lookup("after", 1, []))
             assert (await heard.get()).fingerprint == "after"
+
+
+async def test_a_server_that_answers_no_ping_is_known_to_be_gone(own_nats: OwnServer, unique: str) -> None:
+    """Its connections stay open, and whoever took them for good would take everybody else for dead."""
+    async with two(f"nats://127.0.0.1:{own_nats.port}") as (server, caller):
+        subject = await serve(server, unique, echo)
+        own_nats.signal(signal.SIGSTOP)
+        try:
+            async with asyncio.timeout(12):
+                while server.connected or caller.connected:  # noqa: ASYNC110
+                    await asyncio.sleep(0.05)
+        finally:
+            own_nats.signal(signal.SIGCONT)
+        async with asyncio.timeout(15):
+            while True:
+                with contextlib.suppress(UnreachableError, DeadlineError):
+                    assert await caller.request(subject, Lookup("after", 1, []), LookupReply) == echoed("after")
+                    break
+                await asyncio.sleep(0.1)
 
 
 async def test_without_a_server_connecting_fails_with_its_address(monkeypatch: pytest.MonkeyPatch) -> None:
