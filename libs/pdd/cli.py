@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shutil
 import subprocess
 import sys
 import time
@@ -218,7 +219,9 @@ def _greet(gateway_url: str, pipeline: Pipeline, *, demo: bool) -> None:
         f"  curl {gateway_url}/v1/chat/completions -H 'content-type: application/json' "
         f"""-d '{{"model": "{name}", "messages": [{{"role": "user", "content": "Hello!"}}]}}'"""
     )
-    _say("  pdd status | pdd demo | pdd logs -f | pdd down")
+    command = Path(sys.argv[0])
+    pdd = command.name if shutil.which(command.name) else str(command)
+    _say("  " + " | ".join(f"{pdd} {verb}" for verb in ("status", "demo", "logs -f", "down")))
 
 
 def _demonstrate(gateway_url: str, pipeline: Pipeline) -> None:

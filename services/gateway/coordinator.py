@@ -430,7 +430,9 @@ class Coordinator:
             live.progressed(progress)
 
     async def _hear_finished(self, message: Finished) -> Ok:
-        self._require(message.key).finished(message)
+        # No news of an attempt that is over: whoever has the last token knows first.
+        if (live := self._live.get(message.key)) is not None:
+            live.finished(message)
         return Ok()
 
     async def _hear_failed(self, message: Failed) -> Ok:

@@ -13,6 +13,7 @@ from pdd.errors import RemoteError, StaleError
 from pdd.mesh import subjects
 from pdd.mesh.messages import (
     Cancel,
+    Failed,
     Finished,
     GatewayBeat,
     KvReady,
@@ -206,14 +207,18 @@ async def test_the_gateway_refuses_and_counts_what_is_over(
         key, main = AttemptKey(request.request_id, 1), stages.main
         late = TokenEvent(key, 0, len(request.prompt) + 6, 9, 0)
         await main.bus.publish(subjects.tokens(stages.gateway.me), TokenBatch(main.me, [late, late]))
-        message = Finished(key, main.me, 0, len(request.prompt) + 7, FinishReason.STOP)
+        broken = Failed(key, main.me, "internal", "too late to matter")
         with pytest.raises(RemoteError) as told:
-            await main.bus.request(subjects.endpoint(stages.gateway.me, "finished"), message, Ok)
+            await main.bus.request(subjects.endpoint(stages.gateway.me, "failed"), broken, Ok)
         assert told.value.code == StaleError.code
+        # That it has ended is what the gateway knows already.
+        ended = Finished(key, main.me, 0, len(request.prompt) + 7, FinishReason.STOP)
+        await main.bus.request(subjects.endpoint(stages.gateway.me, "finished"), ended, Ok)
         assert ids == oracle.ids(request)
         async with asyncio.timeout(2):
             while stages.gateway.stale_messages < before + 3:  # noqa: ASYNC110 (the two planes are not ordered)
                 await asyncio.sleep(0.01)
+        assert (before, stages.gateway.stale_messages) == (0, 3)
 
 
 async def test_a_defect_fails_the_attempt_at_once(

@@ -195,8 +195,10 @@ class LocalMesh:
     def _save(self, *, ready: bool) -> None:
         """Write down what runs, so that it can be stopped even if this process is killed."""
         me = ProcessId.of("supervisor", os.getpid())
+        running = self._processes.ids()
+        ended = sorted(self._specs.keys() - {one.name for one in running}) if ready else []
         self._state.write(
-            RunState(me, self._processes.ids(), self.gateway_url, self.shaper_control, ready, self._cache_metrics)
+            RunState(me, running, self.gateway_url, self.shaper_control, ready, self._cache_metrics, ended)
         )
 
     def _clear_leftovers(self) -> None:

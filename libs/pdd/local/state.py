@@ -20,7 +20,8 @@ from pdd.local.supervisor import ProcessId
 class RunState(msgspec.Struct, frozen=True):
     """A mesh as its supervisor last described it. `ready` turns true once all instances are live.
 
-    The cache does not beat, so that nobody else could say at which port its metrics are (0: none).
+    `ended` are the names of processes that ran and are gone; nothing starts them again. The cache does not beat, so
+    that nobody else could say at which port its metrics are (0: none).
     """
 
     supervisor: ProcessId
@@ -29,6 +30,7 @@ class RunState(msgspec.Struct, frozen=True):
     shaper_control: int
     ready: bool = False
     cache_metrics: int = 0
+    ended: list[str] = []
 
 
 def default_state_dir() -> Path:

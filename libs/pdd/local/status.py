@@ -46,11 +46,12 @@ class CacheStatus(msgspec.Struct, frozen=True):
 
 
 class MeshStatus(msgspec.Struct, frozen=True):
-    """The whole mesh."""
+    """The whole mesh. `ended` are names of processes that are gone and that nothing starts again."""
 
     gateway: GatewayStatus
     cache: CacheStatus
     instances: list[Instance]
+    ended: list[str]
 
 
 def mesh_status(state: RunState) -> MeshStatus | None:
@@ -64,6 +65,7 @@ def mesh_status(state: RunState) -> MeshStatus | None:
         gateway_status(state.gateway_url, gateway),
         _cache_status(report.cache == "up", state.cache_metrics, cache or Samples("")),
         report.instances,
+        state.ended,
     )
 
 

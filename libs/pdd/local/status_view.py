@@ -1,4 +1,7 @@
-"""`pdd status` on a terminal: a table of the instances, and lines about gateway and cache. Fits 100 columns."""
+"""`pdd status` on a terminal: a table of the instances, and lines about gateway and cache.
+
+An instance is a row where 100 columns are there or nobody looks at a screen, else a column.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,9 @@ from pdd.local.instances import Instance
 from pdd.local.status import CacheStatus, GatewayStatus, MeshStatus
 
 _NOTHING = "-"
-_COLUMNS = ("running", "wait", "held", "batch", "pool", "cached", "hit", "tokens", "wan", "fabric", "goodput")
+_WIDE = 100
+_NAMES = ("dc", "role", "name")
+_FIGURES = ("running", "wait", "held", "batch", "pool", "cached", "hit", "tokens", "wan", "fabric", "goodput")
 _LEGEND = (
     "held: reservations; batch: sequences per step; pool: KV blocks in use; cached: kept for later",
     "hit: prompt tokens whose KV was here; tokens: sampled here; wan, fabric: KV sent and received",
@@ -21,21 +26,39 @@ _LEGEND = (
 
 def show(console: Console, status: MeshStatus) -> None:
     """Print it."""
-    console.print(Group(*_parts(status)), soft_wrap=False)
+    if not console.is_terminal:
+        console.width = max(console.width, _WIDE)
+    console.print(Group(*_parts(status, wide=console.width >= _WIDE)))
 
 
-def _parts(status: MeshStatus) -> Iterable[RenderableType]:
+def _parts(status: MeshStatus, *, wide: bool) -> Iterable[RenderableType]:
     yield Text(f"Mesh at {status.gateway.url}")
-    table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1))
-    for heading in ("dc", "role", "name"):
-        table.add_column(heading, no_wrap=True)
-    for heading in _COLUMNS:
-        table.add_column(heading, justify="right", no_wrap=True)
-    for one in status.instances:
-        table.add_row(*_cells(one))
-    yield table
+    yield (_rows if wide else _columns)(status.instances)
+    if status.ended:
+        yield Text(f"ended, and not started again: {', '.join(status.ended)}", style="red")
     yield Text("\n".join(_LEGEND), style="dim")
     yield _facts(status)
+
+
+def _rows(instances: Iterable[Instance]) -> Table:
+    table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1))
+    for heading in _NAMES:
+        table.add_column(heading, no_wrap=True)
+    for heading in _FIGURES:
+        table.add_column(heading, justify="right", no_wrap=True)
+    for one in instances:
+        table.add_row(*_cells(one))
+    return table
+
+
+def _columns(instances: Iterable[Instance]) -> Table:
+    table = Table(box=None, pad_edge=False, collapse_padding=True, padding=(0, 1), show_header=False)
+    table.add_column()
+    for cells in zip((*_NAMES, *_FIGURES), *(_cells(one) for one in instances), strict=True):
+        table.add_row(*cells)
+    for column in table.columns[1:]:
+        column.justify = "right"
+    return table
 
 
 def _cells(one: Instance) -> Iterable[str]:

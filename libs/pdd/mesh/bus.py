@@ -257,6 +257,8 @@ async def connect(url: str, name: str, *, lost: asyncio.Event | None = None) -> 
             logger.warning("nats_error", error=str(error) or type(error).__name__)
 
     async def on_disconnected() -> None:
+        if bus is not None and bus.closing:
+            return
         logger.warning("nats_disconnected", url=url)
 
     async def on_reconnected() -> None:

@@ -78,12 +78,16 @@ class StageMetrics:
         crossed = ("network", "direction")
         self._kv_bytes = Counter("pdd_stage_kv_bytes", "KV bytes of ended transfers.", crossed, registry=registry)
         self._kv_seconds = Histogram(
-            "pdd_stage_kv_transfer_seconds", "Length of a KV transfer.", crossed, registry=registry, buckets=LATENCY_S
+            "pdd_stage_kv_transfer_seconds",
+            "Length of a KV transfer, at its sender.",
+            ("network",),
+            registry=registry,
+            buckets=LATENCY_S,
         )
         self._kv_goodput = Histogram(
             "pdd_stage_kv_transfer_bytes_per_second",
-            "Goodput of a KV transfer.",
-            crossed,
+            "Goodput of a KV transfer, at its sender.",
+            ("network",),
             registry=registry,
             buckets=_BYTES_PER_S,
         )
@@ -118,12 +122,15 @@ class StageMetrics:
         self._hit_ratio.observe(hit_tokens / max(prompt_tokens, 1))
 
     def transfer(self, network: Network, direction: Direction, size_bytes: int, seconds: float) -> None:
-        """A KV transfer ended that moved `size_bytes` in `seconds`, from its first byte's departure to the end."""
+        """A KV transfer ended that moved `size_bytes` in `seconds`, from its first byte's departure to the end.
+
+        Only who sends knows that length: a receiver sees a small transfer come all at once.
+        """
         self.transferred_bytes[network] += size_bytes
         self._kv_bytes.labels(network, direction).inc(size_bytes)
-        if size_bytes and seconds > 0:
-            self._kv_seconds.labels(network, direction).observe(seconds)
-            self._kv_goodput.labels(network, direction).observe(size_bytes / seconds)
+        if direction == "sent" and size_bytes and seconds > 0:
+            self._kv_seconds.labels(network).observe(seconds)
+            self._kv_goodput.labels(network).observe(size_bytes / seconds)
 
     def handoff(self, outcome: HandoffOutcome, tokens: int) -> None:
         """A hand-over ended, with so many output tokens in it."""

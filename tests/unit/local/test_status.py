@@ -57,9 +57,17 @@ GATEWAY = GatewayStatus(
 CACHE = CacheStatus(True, 4000, {"hit": 3, "miss": 1}, {"applied": 70})
 
 
-def lines(*instances: Instance, gateway: GatewayStatus = GATEWAY, cache: CacheStatus = CACHE) -> list[str]:
+def lines(
+    *instances: Instance,
+    gateway: GatewayStatus = GATEWAY,
+    cache: CacheStatus = CACHE,
+    ended: tuple[str, ...] = (),
+    width: int = COLUMNS,
+    terminal: bool = True,
+) -> list[str]:
     out = io.StringIO()
-    status_view.show(Console(file=out, width=COLUMNS, highlight=False), MeshStatus(gateway, cache, list(instances)))
+    console = Console(file=out, width=width, highlight=False, force_terminal=terminal, color_system=None)
+    status_view.show(console, MeshStatus(gateway, cache, list(instances), list(ended)))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -71,6 +79,24 @@ def test_everything_fits_and_nothing_is_cut_off() -> None:
         *("b", "main_decode", "0", "128/128", "1000", "100", "128.0", "75%", "25%", "100%", "12345678"),
         *("123", "GB", "1", "MB", "123", "MB/s"),
     ]
+
+
+def test_a_narrow_terminal_shows_instances_side_by_side() -> None:
+    shown = lines(instance("prefill"), instance("relay"), BUSY, width=80)
+    assert max(map(len, shown)) <= 80
+    assert "…" not in "".join(shown)
+    rows = {line.split()[0]: line.split()[1:] for line in shown[1:15]}
+    assert rows["role"] == ["prefill", "relay", "main_decode"]
+    assert rows["running"] == ["0/4", "0/4", "128/128"]
+    assert rows["goodput"] == ["-", "-", "123", "MB/s"]
+
+
+def test_a_pipe_has_no_width() -> None:
+    assert lines(instance("prefill"), BUSY, width=80, terminal=False) == lines(instance("prefill"), BUSY)
+
+
+def test_a_process_that_is_gone_is_named() -> None:
+    assert "ended, and not started again: prefill-0, relay-0" in lines(BUSY, ended=("prefill-0", "relay-0"))
 
 
 def test_what_was_not_measured_is_not_zero() -> None:
