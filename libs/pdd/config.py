@@ -132,7 +132,7 @@ class GatewaySettings(ProcessSettings, LineSettings):
     default_max_tokens: int = Field(
         2048,
         ge=1,
-        description="Longest answer of a chat that names no limit; MainDecode holds KV blocks for all of it.",
+        description="Longest answer of a chat that names no limit.",
     )
     max_waiting: int = Field(256, ge=0, description="Requests that may wait for room, per layout; more get 503.")
     queue_timeout_s: float = Field(30.0, gt=0, description="Longest wait for a stage with room; then 503 (s).")

@@ -1,7 +1,10 @@
 """The engine: sequences, their blocks, and the step that lets computed tokens catch up with known ones.
 
 Synchronous and for one thread; knows no network. Prefill, extend and decode are the same operation with different
-query lengths: stages differ in what they ask for. A sequence's blocks are freed in one place only, `release`.
+query lengths: stages differ in what they ask for.
+
+A sequence takes blocks as it grows. When there are none, the newest one gives its own up and waits at the head of the
+line: it finds its KV cached when it comes back, or computes it again, and goes on with the same tokens.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from pdd.engine.sequence import RunningSequence, SequenceSpec
 from pdd.errors import CapacityError, TooLargeError, UnknownRequestError
 from pdd.model.llama import Llama
 from pdd.types import AttemptKey, FinishReason
+
+GROWTH_TOKENS = 128
+"""Room for so many further tokens is wanted before a sequence is admitted, so that it is not preempted at once."""
 
 
 @dataclass(frozen=True)
@@ -39,13 +45,14 @@ class SequenceUpdate:
 @dataclass(frozen=True)
 class StepResult:
     """What a step did. `duration_s` is real compute, `scheduled_tokens` went through the forward pass, `decodes` of
-    the `sequences` in the batch computed their newest token only."""
+    the `sequences` in the batch computed their newest token only; `preempted` ones gave their blocks up before it."""
 
     updates: tuple[SequenceUpdate, ...]
     duration_s: float
     scheduled_tokens: int
     sequences: int
     decodes: int
+    preempted: int
 
 
 @dataclass(frozen=True)
@@ -53,7 +60,8 @@ class EngineStatus:
     """Counts, now and since the start.
 
     `running` sequences have something to compute; those that are frozen, finished or at their limit are not counted,
-    nor do they take one of the `seats`. `waiting` ones are not admitted yet. `free_blocks` hold nothing,
+    nor do they take one of the `seats`. `waiting` ones are not admitted yet; `preempted` ones among them were before.
+    `free_blocks` hold nothing,
     `evictable_blocks` are cached and not in use. `prompt_tokens_computed` are prompt
     positions that went through a forward pass: where KV arrives from elsewhere it stays 0. `last_step` is the
     newest step's result, None before the first.
@@ -61,6 +69,7 @@ class EngineStatus:
 
     running: int
     waiting: int
+    preempted: int
     seats: int
     step_tokens: int
     free_blocks: int
@@ -96,6 +105,8 @@ class Engine:
         self._max_model_len = max_model_len
         self._waiting: dict[AttemptKey, RunningSequence] = {}
         self._admitted: dict[AttemptKey, RunningSequence] = {}
+        self._arrivals = 0
+        self._preemptions = 0
         self._steps = 0
         self._prompt_tokens_computed = 0
         self._output_tokens = 0
@@ -104,40 +115,40 @@ class Engine:
     def add(self, spec: SequenceSpec) -> None:
         """Queue a sequence. Its references to blocks are the engine's from here on, even if this raises.
 
-        On admission it gets blocks for all it can become, so that a running sequence never runs out. Raises
-        `TooLargeError` if it can never fit, `ValueError` if its key is taken or none of its tokens is left to compute.
+        It gets blocks when it is admitted and as it grows. Raises `TooLargeError` if it can never fit, `ValueError` if
+        its key is taken or none of its tokens is left to compute.
         """
         try:
             if spec.key in self._waiting or spec.key in self._admitted:
                 raise ValueError(f"{spec.key} is here already")
-            sequence = RunningSequence(spec)
+            sequence = RunningSequence(spec, self._arrivals)
             self._require_fit(sequence.final_len)
         except (ValueError, TooLargeError):
             self.cache.release(spec.blocks)
             raise
+        self._arrivals += 1
         self._waiting[spec.key] = sequence
         self._publish(sequence)
 
     def append(self, key: AttemptKey, ids: list[int]) -> None:
         """Take in output IDs that were produced elsewhere; the engine extends over them.
 
-        Raises `UnknownRequestError`, `TooLargeError`, `CapacityError` (no blocks now; nothing is changed), or
-        `ValueError` if the answer has ended.
+        Raises `UnknownRequestError`, `TooLargeError` (nothing is changed), or `ValueError` if the answer has ended.
         """
         sequence = self._get(key)
         if sequence.finish is not None:
             raise ValueError(f"the answer of {key} has ended")
         if ids:
-            self._make_room(sequence, max(sequence.final_len, len(sequence.tokens) + len(ids)))
+            self._require_fit(max(sequence.final_len, len(sequence.tokens) + len(ids)))
             sequence.append(ids)
 
     def set_sample_limit(self, key: AttemptKey, limit: int | None) -> None:
         """Sample only while there are fewer than `limit` outputs (None: the stop rule alone decides).
 
-        Raises `UnknownRequestError`, `TooLargeError` or `CapacityError` (no blocks now; nothing is changed).
+        Raises `UnknownRequestError` or `TooLargeError` (nothing is changed).
         """
         sequence = self._get(key)
-        self._make_room(sequence, sequence.final_len_under(limit))
+        self._require_fit(sequence.final_len_under(limit))
         sequence.sample_limit = limit
 
     def freeze(self, key: AttemptKey) -> list[int]:
@@ -167,20 +178,17 @@ class Engine:
         Unknown keys are ignored: it is gone already.
         """
         sequence = self._waiting.pop(key, None) or self._admitted.pop(key, None)
-        if sequence is None:
-            return
-        if sequence.namespace is None:
-            self.cache.release(sequence.blocks)
-        else:
-            self.cache.retire(sequence.namespace, sequence.tokens[: sequence.num_computed], sequence.blocks)
+        if sequence is not None:
+            self._give_up_blocks(sequence)
 
     def has_work(self) -> bool:
-        """Whether a step would compute anything."""
-        return bool(self._plan().chunks)
+        """Whether a step would compute anything, or free blocks for one that does."""
+        return bool(self._plan().chunks) or self._idle_holder() is not None
 
     def step(self) -> StepResult:
         """Plan, compute one ragged batch, draw next tokens, update."""
         started = time.perf_counter()
+        preempted = self._preemptions
         plan = self._plan_and_admit()
         batch = [(self._admitted[chunk.key], chunk) for chunk in plan.chunks]
         drawn = self._compute(batch) if batch else {}
@@ -192,6 +200,7 @@ class Engine:
             scheduled_tokens=plan.scheduled_tokens,
             sequences=len(batch),
             decodes=sum(chunk.tokens == 1 and chunk.is_last for chunk in plan.chunks),
+            preempted=self._preemptions - preempted,
         )
         return self._last_step
 
@@ -200,6 +209,7 @@ class Engine:
         return EngineStatus(
             running=sum(sequence.uncomputed > 0 for sequence in self._admitted.values()),
             waiting=len(self._waiting),
+            preempted=sum(sequence.preempted for sequence in self._waiting.values()),
             seats=self._seats,
             step_tokens=self._step_tokens,
             free_blocks=self.cache.free_blocks,
@@ -215,7 +225,7 @@ class Engine:
         return schedule(
             [Pending(key, s.uncomputed) for key, s in self._admitted.items() if s.uncomputed],
             [
-                Pending(key, s.uncomputed, self._missing_blocks(s, s.final_len))
+                Pending(key, s.uncomputed, self._missing_blocks(s, 0 if s.blocks else GROWTH_TOKENS))
                 for key, s in self._waiting.items()
                 if s.uncomputed
             ],
@@ -225,16 +235,69 @@ class Engine:
         )
 
     def _plan_and_admit(self) -> StepPlan:
+        self._grow()
         while True:
             plan = self._plan()
+            if not plan.chunks and (holder := self._idle_holder()) is not None:
+                self._give_up_blocks(holder)
+                holder.reset()
+                continue
+            back = [key for key in plan.admitted if self._waiting[key].preempted]
             try:
                 for key in plan.admitted:
-                    sequence = self._waiting[key]
-                    sequence.blocks.extend(self.cache.allocate(self._missing_blocks(sequence, sequence.final_len)))
-                    self._admitted[key] = self._waiting.pop(key)
+                    self._admit(self._waiting[key])
             except CapacityError:
                 continue  # another thread took blocks since the plan was made: plan with what is left
-            return plan
+            if not back:
+                return plan
+            # Those that came back may have found KV: they have less to compute than was planned.
+
+    def _admit(self, sequence: RunningSequence) -> None:
+        """Raises `CapacityError` if there are too few blocks; then it waits as before."""
+        found: list[int] = []
+        if sequence.preempted and sequence.namespace is not None:
+            # The last token is computed in any case: it gives the logits.
+            found = self.cache.match(sequence.namespace, sequence.tokens[:-1])
+        try:
+            missing = self._missing_blocks(sequence, 0 if sequence.blocks else GROWTH_TOKENS) - len(found)
+            sequence.blocks += [*found, *self.cache.allocate(max(missing, 0))]
+        except CapacityError:
+            self.cache.release(found)
+            raise
+        if sequence.preempted:
+            sequence.num_computed = len(found) * self._block_size
+            sequence.preempted = False
+        self._admitted[sequence.key] = self._waiting.pop(sequence.key)
+
+    def _grow(self) -> None:
+        """See to it that all that will run has blocks for the tokens it has, the oldest first."""
+        for sequence in sorted(self._admitted.values(), key=lambda sequence: sequence.arrival):
+            while sequence.uncomputed and not sequence.preempted:
+                try:
+                    sequence.blocks += self.cache.allocate(self._missing_blocks(sequence, 0))
+                    break
+                except CapacityError:
+                    running = [one for one in self._admitted.values() if one.uncomputed]
+                    self._preempt(max(running, key=lambda one: one.arrival))
+
+    def _idle_holder(self) -> RunningSequence | None:
+        """The newest of those behind the first in line that hold blocks, which that one may need."""
+        holders = [sequence for sequence in self._waiting.values() if sequence.uncomputed]
+        return next((sequence for sequence in reversed(holders[1:]) if sequence.blocks), None)
+
+    def _preempt(self, sequence: RunningSequence) -> None:
+        """Take its blocks, of which those that are cached may still be there when it comes back."""
+        del self._admitted[sequence.key]
+        self._give_up_blocks(sequence)
+        sequence.reset()
+        self._waiting = {sequence.key: sequence, **self._waiting}
+        self._preemptions += 1
+
+    def _give_up_blocks(self, sequence: RunningSequence) -> None:
+        if sequence.namespace is None:
+            self.cache.release(sequence.blocks)
+        else:
+            self.cache.retire(sequence.namespace, sequence.tokens[: sequence.num_computed], sequence.blocks)
 
     def _compute(self, batch: list[tuple[RunningSequence, Chunk]]) -> dict[AttemptKey, int]:
         """Run the forward pass over the batch and draw the next token of each sequence that has caught up."""
@@ -286,18 +349,15 @@ class Engine:
                 f"prompt and answer may need {needed} KV blocks, the pool has {self.cache.total_blocks}"
             )
 
-    def _make_room(self, sequence: RunningSequence, final_len: int) -> None:
-        """Let a sequence become `final_len` tokens long. A waiting one gets its blocks on admission."""
-        self._require_fit(final_len)
-        if sequence.key in self._admitted:
-            sequence.blocks.extend(self.cache.allocate(self._missing_blocks(sequence, final_len)))
-
     def _blocks_needed(self, final_len: int) -> int:
         # The last token of all is followed by nothing, so that nobody wants its KV.
         return -(-(final_len - 1) // self._block_size)
 
-    def _missing_blocks(self, sequence: RunningSequence, final_len: int) -> int:
-        return max(self._blocks_needed(final_len) - len(sequence.blocks), 0)
+    def _missing_blocks(self, sequence: RunningSequence, growth: int) -> int:
+        """Blocks that it lacks to compute the tokens it has and `growth` more, as far as it may grow."""
+        # It is one longer once the next token is drawn.
+        length = min(len(sequence.tokens) + 1 + growth, sequence.final_len)
+        return max(self._blocks_needed(length) - len(sequence.blocks), 0)
 
     def _find(self, key: AttemptKey) -> RunningSequence | None:
         return self._admitted.get(key) or self._waiting.get(key)

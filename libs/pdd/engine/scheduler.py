@@ -1,7 +1,8 @@
 """What one step computes: a pure function of counts.
 
 Each sequence has tokens it has not computed; a step hands out a token budget. Running sequences come first, decodes
-before chunks, then waiting ones, first come first served, up to the first that does not fit.
+before chunks, then waiting ones, first come first served, up to the first that does not fit; behind it only those go
+on that lack no blocks.
 """
 
 from __future__ import annotations
@@ -64,9 +65,13 @@ def schedule(
         left -= chunks[-1].tokens
     # A running sequence without a place in this step keeps its seat.
     seats_left = seats - len(running)
+    blocked = False
     for pending in waiting:
-        if is_full() or len(admitted) >= seats_left or pending.missing_blocks > free_blocks:
+        if is_full() or len(admitted) >= seats_left:
             break
+        blocked = blocked or pending.missing_blocks > free_blocks
+        if blocked and pending.missing_blocks:
+            continue
         admitted.append(pending.key)
         free_blocks -= pending.missing_blocks
         chunks.append(_chunk(pending, left))

@@ -37,8 +37,11 @@ class SequenceSpec:
 class RunningSequence:
     """The changing state of one sequence. `tokens` is prompt + output."""
 
-    def __init__(self, spec: SequenceSpec) -> None:
-        """Raises `ValueError` if no token is left to compute: the next one could not be drawn."""
+    def __init__(self, spec: SequenceSpec, arrival: int) -> None:
+        """`arrival` counts up from one sequence to the next.
+
+        Raises `ValueError` if no token is left to compute: the next one could not be drawn.
+        """
         self.key = spec.key
         self.sampling = spec.sampling
         self.stop = spec.stop
@@ -48,7 +51,10 @@ class RunningSequence:
         self.blocks = list(spec.blocks)
         self.sample_limit = spec.sample_limit
         self.namespace = spec.namespace
+        self.arrival = arrival
         self.frozen = False
+        self.preempted = False
+        """Whether it waits because its blocks were taken."""
         self.finish: FinishReason | None = self.stop.check(spec.outputs) if spec.outputs else None
         if not 0 <= self.num_computed < len(self.tokens):
             raise ValueError(f"{self.num_computed} of {len(self.tokens)} tokens computed: at least one must be left")
@@ -79,6 +85,10 @@ class RunningSequence:
     def final_len_under(self, sample_limit: int | None) -> int:
         """How long prompt + output could get under another limit."""
         return max(self.prompt_len + _most_outputs(self.stop, sample_limit), len(self.tokens))
+
+    def reset(self) -> None:
+        """Its blocks are gone: all tokens are to be computed again, save those whose KV is found cached."""
+        self.num_computed, self.blocks, self.preempted = 0, [], True
 
     def append(self, ids: Sequence[int]) -> FinishReason | None:
         """Take further output IDs in and say whether they end the answer."""

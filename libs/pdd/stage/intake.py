@@ -2,7 +2,7 @@
 
 A reservation's blocks are of three kinds: cached ones, ones that another transfer is just filling (the reservation
 follows it, so that equal KV crosses the line once), and empty ones that its own ticket covers. Once all KV is here it
-waits for the blocks of the answer; then it is ready. Blocks are given up only when no peer can still write them.
+waits for blocks to begin the answer with; then it is ready. Blocks are given up only when no peer can still write them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 
 import structlog
 
+from pdd.engine.engine import GROWTH_TOKENS
 from pdd.errors import (
     CapacityError,
     PddError,
@@ -50,7 +51,7 @@ class Reservation:
     """Blocks held for one attempt's KV, and the transfer that fills those that are not cached.
 
     `tokens` are those whose KV is received; `hashes` name their whole blocks, where the stage caches. `rest` is how
-    many blocks the answer needs beyond `blocks`.
+    many blocks it wants beyond `blocks` before it is ready: the answer's, or room to grow into.
     """
 
     key: AttemptKey
@@ -115,9 +116,12 @@ class KvIntake:
         spec, cache = self._host.loaded.kv_pool.spec, self._cache
         tokens = [*message.prompt, *message.outputs]
         # The last token of all is followed by nothing, so that nobody wants its KV.
-        needed = max(spec.blocks_for(len(message.prompt) + message.max_outputs - 1), spec.blocks_for(len(tokens)))
-        if needed > cache.total_blocks:
-            raise TooLargeError(f"needs {needed} KV blocks, {self._host.me.role} has {cache.total_blocks}")
+        longest = max(len(message.prompt) + message.max_outputs - 1, len(tokens))
+        if (most := spec.blocks_for(longest)) > cache.total_blocks:
+            raise TooLargeError(f"needs {most} KV blocks, {self._host.me.role} has {cache.total_blocks}")
+        if self._host.engine.status().preempted:
+            raise CapacityError(f"sequences of this {self._host.me.role} wait for KV blocks themselves")
+        needed = spec.blocks_for(min(longest, len(tokens) + GROWTH_TOKENS))
         namespace = KvNamespace(message.salt) if self._caches else None
         hashes = [] if namespace is None else block_hashes(tokens, spec.block_size, salt=message.salt)
         cached = 0 if namespace is None else cache.peek(namespace, tokens)
@@ -192,6 +196,7 @@ class KvIntake:
 
         That one may be waiting itself, for blocks of its sender that are held until these have arrived.
         """
+        self._give_room()
         for reservation in list(self._receiving.values()):
             if reservation.given_up or reservation.in_flight_settled or not reservation.incoming.own_complete:
                 continue
@@ -296,6 +301,9 @@ class KvIntake:
         while self._wanting:
             first = self._wanting[0]
             if not first.given_up:
+                status = self._host.engine.status()
+                if status.preempted and status.running:
+                    return  # what will be free is theirs; when nothing runs any more, they may lack what we hold
                 try:
                     first.blocks.extend(self._cache.allocate(first.rest))
                 except CapacityError:

@@ -63,6 +63,9 @@ class StageMetrics:
             ("kind",),
             registry=registry,
         )
+        self._preemptions = Counter(
+            "pdd_stage_preemptions", "Sequences that gave their blocks up to older ones.", registry=registry
+        )
         self._queries = Counter(
             "pdd_stage_prefix_query_tokens", "Prompt tokens for which a prefix was looked up.", registry=registry
         )
@@ -109,6 +112,7 @@ class StageMetrics:
         self._step_tokens.observe(result.scheduled_tokens)
         self._scheduled.labels("decode").inc(result.decodes)
         self._scheduled.labels("prefill").inc(result.scheduled_tokens - result.decodes)
+        self._preemptions.inc(result.preempted)
         old = self.batch_sequences
         self.batch_sequences = result.sequences if not old else old + _SMOOTHING * (result.sequences - old)
 

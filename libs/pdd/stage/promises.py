@@ -1,7 +1,8 @@
 """How much of a pool reservations may hold while they wait for their KV, so that somebody can always go on.
 
-Running sequences have all the blocks they will ever need and give them back when they end. A reservation holds blocks
-for its KV only, and takes the rest when the KV is there. Two rules keep that from getting stuck:
+Running sequences grow, and the newest give their blocks up when there are none; the oldest goes on to its end. A
+reservation holds blocks for its KV only, and takes the rest, to begin with, when the KV is there. Two rules keep that
+from getting stuck:
 
 - What idle reservations hold stays under a share of the pool, unless there is only one.
 - When nothing runs any more, what they hold and the largest rest that one of them will want fit into the pool together:

@@ -33,7 +33,13 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Tiny:
 @pytest.fixture
 def make_engine(tiny: Tiny) -> MakeEngine:
     def make(
-        *, block_size: int = 4, pool_tokens: int = 512, step_tokens: int = 16, seats: int = 4, dtype: str = "float32"
+        *,
+        block_size: int = 4,
+        pool_tokens: int = 512,
+        step_tokens: int = 16,
+        seats: int = 4,
+        dtype: str = "float32",
+        prefix_cache: bool = False,
     ) -> LoadedEngine:
         return load_engine(
             tiny[0],
@@ -42,6 +48,7 @@ def make_engine(tiny: Tiny) -> MakeEngine:
             pool_tokens=pool_tokens,
             step_tokens=step_tokens,
             seats=seats,
+            prefix_cache=prefix_cache,
         )
 
     return make

@@ -9,7 +9,7 @@ import torch
 
 from pdd.engine.engine import Engine, SequenceSpec, SequenceUpdate, generate
 from pdd.engine.loading import LoadedEngine
-from pdd.errors import CapacityError, TooLargeError, UnknownRequestError
+from pdd.errors import TooLargeError, UnknownRequestError
 from pdd.types import AttemptKey, FinishReason, Sampling, StopRule
 from tests.unit.engine.conftest import MakeEngine, Tiny
 
@@ -131,18 +131,20 @@ def test_at_its_limit_a_sequence_stays_unscheduled_until_the_limit_is_raised(eng
     assert engine.cache.free_blocks == engine.cache.total_blocks - 12
 
 
-def test_raising_a_limit_without_blocks_changes_nothing(make_engine: MakeEngine, answer: list[int]) -> None:
+def test_without_blocks_to_grow_into_a_sequence_waits_and_goes_on(make_engine: MakeEngine, answer: list[int]) -> None:
     engine = make_engine(pool_tokens=48).engine
     engine.add(spec(sample_limit=1))
     run(engine)
     others = engine.cache.allocate(1)
-    with pytest.raises(CapacityError):
-        engine.set_sample_limit(key(), None)
-    assert not engine.has_work()
-    engine.cache.release(others)
     engine.set_sample_limit(key(), None)
     run(engine)
+    assert 1 < len(engine.outputs(key())) < len(answer)
+    assert (engine.status().preempted, engine.cache.free_blocks) == (1, engine.cache.total_blocks - 1)
+    engine.cache.release(others)
+    run(engine)
     assert engine.outputs(key()) == answer
+    engine.release(key())
+    assert engine.cache.free_blocks == engine.cache.total_blocks
 
 
 def test_appended_outputs_are_extended_over_and_sampling_goes_on_from_them(engine: Engine, answer: list[int]) -> None:

@@ -29,7 +29,7 @@ def stage() -> Stage:
 
 
 def step(scheduled: int, sequences: int, decodes: int, seconds: float = 0.02) -> StepResult:
-    return StepResult((), seconds, scheduled, sequences, decodes)
+    return StepResult((), seconds, scheduled, sequences, decodes, 0)
 
 
 def test_steps_give_batch_sizes_and_the_share_of_decode(stage: Stage) -> None:
