@@ -211,3 +211,16 @@ async def test_who_waits_for_room_waits_for_a_stage_that_comes_back(
             assert await asyncio.gather(*others) == [oracle.ids(one) for one in requests[1:]]
             await running
         await stages.settle()
+
+
+async def test_answers_that_outgrow_the_pool_take_turns(
+    control_plane: ControlPlane, tiny_model: Path, oracle: Oracle
+) -> None:
+    """MainDecode begins more answers than it can hold to their ends: the newest give way and go on later, unchanged."""
+    async with open_stages(control_plane, tiny_model, pool_tokens=640, budget_s=WAITS_NEVER_S) as stages:
+        requests = [oracle.request(220, prompt_tokens=30) for _ in range(6)]
+        answers = await asyncio.gather(*(stages.complete(one) for one in requests))
+        assert [ids for ids, _ in answers] == [oracle.ids(one) for one in requests]
+        assert [live.report.attempts for _, live in answers] == [1] * len(requests)
+        assert stages.main.host.metrics._preemptions._value.get() > 0
+        await stages.settle()
