@@ -15,6 +15,7 @@ import asyncio
 from collections import deque
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import structlog
@@ -244,16 +245,8 @@ class PrefillService:
 
     def _spawn(self, attempt: PrefillAttempt, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` for an attempt; it ends with it. What it raises by accident fails the attempt at once."""
-        task = self._host.tasks.spawn(self._guard(attempt, work), f"{name} {attempt.key}")
-        task.add_done_callback(lambda _: work.close())  # one that is cancelled before its first step never awaits it
-        attempt.tasks.append(task)
-
-    async def _guard(self, attempt: PrefillAttempt, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as error:
-            logger.exception("attempt_broken", request_id=attempt.key.request_id)
-            await self._fail(attempt, PddError(f"unexpected {type(error).__name__}"))
+        fail = partial(self._fail, attempt)
+        attempt.tasks.append(self._host.spawn_for(attempt.key, work, name, fail))
 
     def _needed_blocks(self, attempt: PrefillAttempt) -> int:
         return self._host.loaded.kv_pool.spec.blocks_for(attempt.target_tokens)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Coroutine
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Protocol
 
 import structlog
@@ -197,16 +198,8 @@ class DecodeStage:
 
     def spawn(self, attempt: DecodeAttempt, work: Coroutine[Any, Any, None], name: str) -> None:
         """Run `work` for an attempt; it ends with it. What it raises by accident fails the attempt at once."""
-        task = self._host.tasks.spawn(self._guard(attempt, work), f"{name} {attempt.key}")
-        task.add_done_callback(lambda _: work.close())  # one that is cancelled before its first step never awaits it
-        attempt.tasks.append(task)
-
-    async def _guard(self, attempt: DecodeAttempt, work: Coroutine[Any, Any, None]) -> None:
-        try:
-            await work
-        except Exception as error:
-            logger.exception("attempt_broken", request_id=attempt.key.request_id)
-            await self.fail(attempt, PddError(f"unexpected {type(error).__name__}"))
+        fail = partial(self.fail, attempt)
+        attempt.tasks.append(self._host.spawn_for(attempt.key, work, name, fail))
 
     async def fail(self, attempt: DecodeAttempt, error: PddError) -> None:
         """The attempt cannot go on here: say so and drop it."""

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass
+from typing import Any
 
 import structlog
 
@@ -109,6 +110,26 @@ class StageHost:
     def unwatch(self, key: AttemptKey) -> None:
         """The attempt is over."""
         self._interest.pop(key, None)
+
+    def spawn_for(
+        self,
+        key: AttemptKey,
+        work: Coroutine[Any, Any, None],
+        name: str,
+        fail: Callable[[PddError], Awaitable[None]],
+    ) -> asyncio.Task[None]:
+        """Run `work` for an attempt. What it raises by accident is logged, and `fail` hears of it at once."""
+
+        async def guarded() -> None:
+            try:
+                await work
+            except Exception as error:
+                logger.exception("attempt_broken", request_id=key.request_id)
+                await fail(PddError(f"unexpected {type(error).__name__}"))
+
+        task = self.tasks.spawn(guarded(), f"{name} {key}")
+        task.add_done_callback(lambda _: work.close())  # one that is cancelled before its first step never awaits it
+        return task
 
     def measure(self, result: StepResult) -> None:
         """Take the figures of one engine step into the stage's metrics and running estimates."""
