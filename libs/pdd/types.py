@@ -76,17 +76,35 @@ class AttemptKey(msgspec.Struct, frozen=True, order=True):
         return f"{self.request_id}/{self.attempt}"
 
 
-class Sampling(msgspec.Struct, frozen=True):
-    """How the next token is drawn. `temperature` 0 is greedy; `top_k` 0 and `top_p` 1 are off.
+class Sampling(msgspec.Struct, frozen=True, omit_defaults=True):
+    """How the next token is drawn. `temperature` 0 is greedy; whatever has its default is off.
 
     `seed` is always set (the gateway draws one if the client gave none): tokens are drawn from a counter-based
     generator keyed by (seed, position), so that any stage draws the same token.
+
+    First `logit_bias` is added to the logits of its tokens. Then `repetition_penalty` divides positive logits, and
+    multiplies negative ones, of tokens of prompt or output (Keskar et al. 2019); `presence_penalty` is subtracted from
+    those of output tokens, `frequency_penalty` once for each time that one occurs there (OpenAI's definition). After
+    the temperature, `min_p` cuts tokens less likely than that share of the likeliest, then come `top_k` and `top_p`.
     """
 
     temperature: float = 0.0
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    """`(token, what is added to its logit)`."""
+    logprobs: int | None = None
+    """How many of the likeliest tokens to name with their log-probabilities, besides the drawn one; None: none."""
+
+    @property
+    def penalises(self) -> bool:
+        """Whether what is drawn depends on the tokens before it."""
+        return self.repetition_penalty != 1 or self.presence_penalty != 0 or self.frequency_penalty != 0
 
 
 class StopRule(msgspec.Struct, frozen=True):

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 import torch
 
 from pdd.attention.interface import AttentionBackend, AttentionBatch, SequenceSlice
+from pdd.engine.logprobs import TokenLogprobs, token_logprobs
+from pdd.engine.penalties import History, adjusted
 from pdd.engine.radix import RadixCache
 from pdd.engine.sampler import sample
 from pdd.engine.scheduler import Chunk, Pending, StepPlan, schedule
@@ -40,6 +42,8 @@ class SequenceUpdate:
     first_position: int
     new_tokens: list[int]
     finish: FinishReason | None
+    logprobs: TokenLogprobs | None = None
+    """Of the new token, if there is one and its request wants them."""
 
 
 @dataclass(frozen=True)
@@ -116,12 +120,14 @@ class Engine:
         """Queue a sequence. Its references to blocks are the engine's from here on, even if this raises.
 
         It gets blocks when it is admitted and as it grows. Raises `TooLargeError` if it can never fit, `ValueError` if
-        its key is taken or none of its tokens is left to compute.
+        its key is taken, none of its tokens is left to compute, or it is biased towards a token that does not exist.
         """
         try:
             if spec.key in self._waiting or spec.key in self._admitted:
                 raise ValueError(f"{spec.key} is here already")
             sequence = RunningSequence(spec, self._arrivals)
+            if unknown := [one for one, _ in spec.sampling.logit_bias if not 0 <= one < self._model.config.vocab_size]:
+                raise ValueError(f"logit_bias names tokens that do not exist: {unknown[:3]}")
             self._require_fit(sequence.final_len)
         except (ValueError, TooLargeError):
             self.cache.release(spec.blocks)
@@ -299,8 +305,11 @@ class Engine:
         else:
             self.cache.retire(sequence.namespace, sequence.tokens[: sequence.num_computed], sequence.blocks)
 
-    def _compute(self, batch: list[tuple[RunningSequence, Chunk]]) -> dict[AttemptKey, int]:
-        """Run the forward pass over the batch and draw the next token of each sequence that has caught up."""
+    def _compute(
+        self, batch: list[tuple[RunningSequence, Chunk]]
+    ) -> dict[AttemptKey, tuple[int, TokenLogprobs | None]]:
+        """Run the forward pass over the batch and draw the next token of each sequence that has caught up, with its
+        log-probabilities if they are wanted."""
         tokens: list[int] = []
         positions: list[int] = []
         slices: list[SequenceSlice] = []
@@ -320,19 +329,25 @@ class Engine:
         )
         if not caught_up:
             return {}
-        drawn = sample(logits, [s.sampling for s in caught_up], [len(s.tokens) for s in caught_up])
-        return {sequence.key: token for sequence, token in zip(caught_up, drawn, strict=True)}
+        samplings = [s.sampling for s in caught_up]
+        histories = [History(s.sampling, s.tokens, s.prompt_len) for s in caught_up]
+        drawn = sample(adjusted(logits, histories), samplings, [len(s.tokens) for s in caught_up])
+        logprobs = token_logprobs(logits, drawn, [sampling.logprobs for sampling in samplings])
+        return {s.key: draw for s, draw in zip(caught_up, zip(drawn, logprobs, strict=True), strict=True)}
 
-    def _update(self, sequence: RunningSequence, chunk: Chunk, token: int | None) -> SequenceUpdate:
+    def _update(
+        self, sequence: RunningSequence, chunk: Chunk, draw: tuple[int, TokenLogprobs | None] | None
+    ) -> SequenceUpdate:
         first_position = len(sequence.tokens)
         before, sequence.num_computed = sequence.num_computed, sequence.num_computed + chunk.tokens
         if before < sequence.prompt_len:
             self._prompt_tokens_computed += min(sequence.num_computed, sequence.prompt_len) - before
             self._publish(sequence)
-        new_tokens = [] if token is None else [token]
+        new_tokens = [] if draw is None else [draw[0]]
         finish = sequence.append(new_tokens) if new_tokens else None
         self._output_tokens += len(new_tokens)
-        return SequenceUpdate(sequence.key, sequence.num_computed, first_position, new_tokens, finish)
+        logprobs = None if draw is None else draw[1]
+        return SequenceUpdate(sequence.key, sequence.num_computed, first_position, new_tokens, finish, logprobs)
 
     def _publish(self, sequence: RunningSequence) -> None:
         """Let others share what is computed of a prompt. Answers follow on `release`: nobody asks for them before."""

@@ -20,7 +20,8 @@ _MASK = (1 << 64) - 1
 def sample(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
     """Draw the next token of each row of `logits`, `[n, vocab]`.
 
-    `positions[i]` is the index, in prompt + output, of the token drawn from row i.
+    `positions[i]` is the index, in prompt + output, of the token drawn from row i. Bias and penalties are
+    `pdd.engine.penalties`' business.
     """
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
@@ -48,6 +49,10 @@ def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], uniforms: torch.T
     # The maximum first: a temperature close to zero then gives minus infinity at worst, never infinity over infinity.
     wide = logits.double()
     probabilities = torch.softmax((wide - wide.amax(dim=-1, keepdim=True)) / temperature, dim=-1)
+    if any(s.min_p > 0 for s in samplings):
+        min_p = torch.tensor([s.min_p for s in samplings], dtype=torch.float64).unsqueeze(1)
+        likely = probabilities >= min_p * probabilities.amax(dim=-1, keepdim=True)
+        probabilities = torch.where(likely, probabilities, torch.zeros_like(probabilities))
     if any(s.top_k or s.top_p < 1 for s in samplings):
         probabilities = probabilities * _kept(probabilities, samplings)
     cumulative = probabilities.cumsum(dim=-1)

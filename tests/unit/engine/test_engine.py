@@ -285,3 +285,53 @@ def test_takeover_at_every_position_equals_one_engine(make_engine: MakeEngine, s
         assert updates[0] == SequenceUpdate(key(), 37 + position, 37 + position, [whole[position]], updates[0].finish)
         assert second.engine.status().prompt_tokens_computed == 0
         assert second.engine.status().output_tokens == ANSWER - position
+
+
+EVERYTHING = Sampling(
+    temperature=0.9,
+    top_p=0.95,
+    top_k=60,
+    min_p=0.01,
+    seed=7,
+    repetition_penalty=1.2,
+    presence_penalty=0.4,
+    frequency_penalty=0.2,
+    logit_bias=((17, 2.0), (300, -100.0)),
+    logprobs=3,
+)
+
+
+def test_whoever_goes_on_with_an_answer_draws_the_same_tokens(make_engine: MakeEngine) -> None:
+    """At each position, with all that looks back at prompt and output, beside others that want nothing of it."""
+    whole = generate(make_engine().engine, spec(sampling=EVERYTHING))
+    assert whole != generate(make_engine().engine, spec(sampling=SEEDED))
+    for position in range(ANSWER):
+        engine = make_engine().engine
+        engine.add(spec(index=1))
+        engine.add(spec(sampling=EVERYTHING, outputs=whole[:position]))
+        run(engine)
+        assert engine.outputs(key()) == whole
+
+
+def test_logprobs_are_those_of_the_model_and_not_of_the_request(make_engine: MakeEngine, tiny: Tiny) -> None:
+    engine = make_engine().engine
+    engine.add(spec(sampling=EVERYTHING))
+    engine.add(spec(index=1))
+    updates = run(engine)
+    assert all(update.logprobs is None for update in updates if update.key != key() or not update.new_tokens)
+    told = [update.logprobs for update in updates if update.key == key() and update.new_tokens]
+    tokens = [*prompt(37), *engine.outputs(key())]
+    with torch.inference_mode():
+        logits = tiny[1](torch.tensor([tokens])).logits[0, 36:-1].double()
+    expected = torch.log_softmax(logits, -1)
+    assert len(told) == ANSWER
+    for row, (one, drawn) in enumerate(zip(told, engine.outputs(key()), strict=True)):
+        assert one is not None
+        assert one.drawn == pytest.approx(float(expected[row, drawn]), abs=1e-4)
+        assert [token for token, _ in one.top] == expected[row].topk(3).indices.tolist()
+
+
+def test_a_bias_towards_a_token_that_does_not_exist_is_refused(engine: Engine) -> None:
+    with pytest.raises(ValueError, match="512"):
+        engine.add(spec(sampling=Sampling(logit_bias=((512, 1.0),))))
+    assert not engine.has_work()

@@ -8,7 +8,9 @@ from itertools import pairwise
 
 import pytest
 import torch
+from transformers import MinPLogitsWarper
 
+from pdd.engine.penalties import History, adjusted
 from pdd.engine.sampler import sample, top2_margin, uniform
 from pdd.types import Sampling
 
@@ -73,6 +75,41 @@ def test_top_k_and_top_p_keep_the_head_of_the_distribution(logits: torch.Tensor)
     assert statistic < critical(freedom)
 
 
+@pytest.mark.parametrize("temperature", [0.7, 1.5])
+def test_min_p_cuts_what_is_less_likely_than_its_share_of_the_likeliest(
+    logits: torch.Tensor, temperature: float
+) -> None:
+    draws = 20_000
+    scaled = logits[0] / temperature
+    theirs = MinPLogitsWarper(0.2)(torch.zeros(1, 1, dtype=torch.int64), scaled.unsqueeze(0))[0]
+    kept = torch.softmax(theirs, 0)
+    sampling = Sampling(temperature=temperature, min_p=0.2, seed=8)
+    tokens = sample(logits[:1].expand(draws, -1), [sampling] * draws, list(range(draws)))
+    assert set(tokens) <= set(torch.nonzero(kept).squeeze(1).tolist())
+    statistic, freedom = chi_square(Counter(tokens), kept, draws)
+    assert statistic < critical(freedom)
+
+
+def test_draws_with_penalties_follow_the_changed_distribution(logits: torch.Tensor) -> None:
+    draws = 20_000
+    sampling = Sampling(
+        temperature=0.9,
+        seed=12,
+        repetition_penalty=1.4,
+        presence_penalty=0.5,
+        frequency_penalty=0.3,
+        logit_bias=((9, 1.5),),
+    )
+    likely = logits[0].topk(4).indices.tolist()
+    history = History(sampling, [*likely, likely[0], likely[0]], 2)
+    changed = adjusted(logits[:1], [history])
+    tokens = sample(changed.expand(draws, -1), [sampling] * draws, list(range(draws)))
+    statistic, freedom = chi_square(Counter(tokens), torch.softmax(changed[0] / 0.9, 0), draws)
+    assert statistic < critical(freedom)
+    unchanged, _ = chi_square(Counter(tokens), torch.softmax(logits[0] / 0.9, 0), draws)
+    assert unchanged > 10 * critical(freedom)
+
+
 def test_the_batch_makes_no_difference(logits: torch.Tensor) -> None:
     samplings = [
         Sampling(),
@@ -82,7 +119,7 @@ def test_the_batch_makes_no_difference(logits: torch.Tensor) -> None:
         Sampling(temperature=1.0, top_k=5, top_p=0.5, seed=4),
         Sampling(),
         Sampling(temperature=2.0, seed=2**64 - 1),
-        Sampling(temperature=0.1, top_p=0.99, seed=6),
+        Sampling(temperature=0.9, top_p=0.99, min_p=0.1, seed=6),
     ]
     positions = [3, 3, 10, 500, 7, 7, 1, 0]
     alone = [sample(logits[i : i + 1], [samplings[i]], [positions[i]])[0] for i in range(8)]
