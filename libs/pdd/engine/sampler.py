@@ -15,6 +15,8 @@ import torch
 from pdd.types import Sampling
 
 _MASK = (1 << 64) - 1
+_HEAD = 256
+_WIDER = 8
 
 
 def sample(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Sequence[int]) -> list[int]:
@@ -23,6 +25,7 @@ def sample(logits: torch.Tensor, samplings: Sequence[Sampling], positions: Seque
     `positions[i]` is the index, in prompt + output, of the token drawn from row i. Bias and penalties are
     `pdd.engine.penalties`' business.
     """
+    logits = logits.float()  # of bfloat16, torch reads one at a time
     tokens = logits.argmax(dim=-1)
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if drawn:
@@ -53,8 +56,9 @@ def _draw(logits: torch.Tensor, samplings: Sequence[Sampling], uniforms: torch.T
         min_p = torch.tensor([s.min_p for s in samplings], dtype=torch.float64).unsqueeze(1)
         likely = probabilities >= min_p * probabilities.amax(dim=-1, keepdim=True)
         probabilities = torch.where(likely, probabilities, torch.zeros_like(probabilities))
-    if any(s.top_k or s.top_p < 1 for s in samplings):
-        probabilities = probabilities * _kept(probabilities, samplings)
+    if cut := [row for row, s in enumerate(samplings) if s.top_k or s.top_p < 1]:
+        whole = probabilities[cut]
+        probabilities[cut] = whole * _kept(whole, [samplings[row] for row in cut])
     cumulative = probabilities.cumsum(dim=-1)
     total = cumulative[:, -1:]
     # Strictly below the total, whatever the product rounds to: then the first entry above the threshold is a token of
@@ -68,12 +72,20 @@ def _kept(probabilities: torch.Tensor, samplings: Sequence[Sampling]) -> torch.T
     vocab = probabilities.shape[-1]
     top_k = torch.tensor([min(s.top_k, vocab) or vocab for s in samplings]).unsqueeze(1)
     top_p = torch.tensor([s.top_p for s in samplings], dtype=torch.float64).unsqueeze(1)
-    width = int(top_k.max())
-    ordered = probabilities.topk(width, dim=-1).values
-    within_k = torch.where(torch.arange(width) < top_k, ordered, torch.zeros_like(ordered))
-    before = within_k.cumsum(dim=-1) - within_k
-    reached = before < top_p * within_k.sum(dim=-1, keepdim=True)
-    count = (reached & (within_k > 0)).sum(dim=-1, keepdim=True).clamp_(min=1)
+    # Sorting a whole vocabulary takes longer than a small model's step, and the head is nearly always enough.
+    width = min(_HEAD, vocab)
+    while True:
+        ordered = probabilities.topk(width, dim=-1).values
+        reached = ordered.cumsum(dim=-1)
+        by_k = top_k <= width
+        # Neither sum depends on `width`, which is the batch's: what a row keeps is its own affair.
+        all_of_it = probabilities.sum(dim=-1, keepdim=True)
+        target = top_p * torch.where(by_k, reached.gather(1, top_k.clamp(max=width) - 1), all_of_it)
+        if width == vocab or bool((by_k | ((reached[:, -1:] >= target) & (top_k == vocab))).all()):
+            break
+        width = min(width * _WIDER, vocab)
+    within = (torch.arange(width) < top_k) & (reached - ordered < target) & (ordered > 0)
+    count = within.sum(dim=-1, keepdim=True).clamp_(min=1)
     return probabilities >= ordered.gather(1, count - 1)
 
 

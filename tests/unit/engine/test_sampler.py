@@ -11,7 +11,7 @@ import torch
 from transformers import MinPLogitsWarper
 
 from pdd.engine.penalties import History, adjusted
-from pdd.engine.sampler import sample, top2_margin, uniform
+from pdd.engine.sampler import _kept, sample, top2_margin, uniform
 from pdd.types import Sampling
 
 VOCAB = 64
@@ -171,3 +171,23 @@ def test_any_temperature_draws_a_token_of_the_vocabulary(temperature: float) -> 
     assert all(0 <= token < 50 for token in drawn)
     if temperature < 1e-6:
         assert set(drawn) == {int(logits.argmax())}
+
+
+@pytest.mark.parametrize("sharpness", [0.01, 1.0, 6.0])
+def test_a_large_vocabulary_is_cut_alike_whoever_is_beside_it(sharpness: float) -> None:
+    """However far down the cut lies, and however far its neighbour's does."""
+    vocab = 5000
+    rows = torch.randn(4, vocab, generator=torch.Generator().manual_seed(4)) * sharpness
+    samplings = [
+        Sampling(temperature=1.0, top_p=0.9, seed=1),
+        Sampling(temperature=1.0, top_k=700, top_p=0.6, seed=2),
+        Sampling(temperature=1.0, top_k=3000, seed=3),
+        Sampling(temperature=0.3, top_p=0.2, seed=4),
+    ]
+    probabilities = torch.softmax(rows.double() / torch.tensor([[1.0], [1.0], [1.0], [0.3]]), -1)
+    kept = _kept(probabilities, samplings)
+    for index, sampling in enumerate(samplings):
+        assert torch.equal(_kept(probabilities[index : index + 1], [sampling])[0], kept[index])
+        ordered = probabilities[index].sort(descending=True).values[: sampling.top_k or vocab]
+        before = ordered.cumsum(0) - ordered
+        assert int(kept[index].sum()) == int((before < sampling.top_p * ordered.sum()).sum())
