@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
@@ -10,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from pdd.errors import ModelError
 from pdd.local.footprint import weight_count
 from pdd.model.config import ModelConfig
 from pdd.model.weights import Checkpoint
@@ -187,3 +190,37 @@ def test_sliding_windows_are_seen(model_type: str, changes: dict[str, Any], wind
         "max_position_embeddings": 256,
     }
     assert ModelConfig.from_hf(shapes | changes).sliding_window == window
+
+
+@pytest.mark.parametrize(
+    ("family", "name"),
+    [
+        ("llama-biased", "model.layers.1.self_attn.o_proj.bias"),
+        ("llama-biased", "model.layers.0.mlp.up_proj.bias"),
+        ("qwen2", "model.layers.1.self_attn.v_proj.bias"),
+        ("qwen3", "model.layers.0.self_attn.k_norm.weight"),
+    ],
+)
+def test_a_missing_weight_is_named(family: str, name: str, tmp_path: Path) -> None:
+    model_type, options = FAMILIES[family]
+    save_tiny(tmp_path, model_type, **options)
+    file = tmp_path / "model.safetensors"
+    save_file({key: value for key, value in load_file(file).items() if key != name}, file)
+    with pytest.raises(ModelError, match=f"missing weight: {re.escape(name)}"):
+        Runner(tmp_path)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_a_left_over_weight_is_named(family: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path, family)
+    file, name = tmp_path / "model.safetensors", "model.layers.1.self_attn.o_proj.bias"
+    save_file(load_file(file) | {name: torch.ones(64)}, file)
+    with pytest.raises(ModelError, match=f"unexpected weight: {re.escape(name)}"):
+        Runner(tmp_path)
+
+
+def test_frequencies_that_old_files_hold_are_no_weights(tmp_path: Path) -> None:
+    reference = save_tiny(tmp_path, "llama")
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"model.layers.1.self_attn.rotary_emb.inv_freq": torch.ones(8)}, file)
+    check(tmp_path, reference, [40])
