@@ -22,7 +22,7 @@ from pdd.engine.sampler import sample
 from pdd.engine.scheduler import Chunk, Pending, StepPlan, schedule
 from pdd.engine.sequence import RunningSequence, SequenceSpec
 from pdd.errors import CapacityError, TooLargeError, UnknownRequestError
-from pdd.model.llama import Llama
+from pdd.model.decoder import Decoder
 from pdd.types import AttemptKey, FinishReason
 
 GROWTH_TOKENS = 128
@@ -90,7 +90,7 @@ class Engine:
 
     def __init__(
         self,
-        model: Llama,
+        model: Decoder,
         attention: AttentionBackend,
         cache: RadixCache,
         *,

@@ -12,10 +12,10 @@ from pdd.engine.block_pool import BlockPool
 from pdd.engine.engine import Engine
 from pdd.engine.kv_pool import KvPool
 from pdd.engine.radix import RadixCache
-from pdd.errors import ConfigError
+from pdd.errors import ConfigError, ModelError
 from pdd.kv import KvSpec, ModelIdentity
 from pdd.model.config import ModelConfig
-from pdd.model.llama import Llama
+from pdd.model.decoder import Decoder
 from pdd.model.weights import Checkpoint, fill
 
 
@@ -52,15 +52,20 @@ def load_engine(
     longest = max_model_len or config.context_length
     if longest > config.context_length:
         raise ConfigError(f"PDD_MAX_MODEL_LEN: {longest} exceeds the model's context of {config.context_length}")
-    llama = Llama(config, getattr(torch, dtype))
-    fill(llama.slots(), checkpoint.tensors())
-    llama.pack()
+    if config.sliding_window is not None and longest > config.sliding_window:
+        raise ModelError(
+            f"sliding_window = {config.sliding_window} is not supported for contexts of {longest} tokens "
+            f"(at most {config.sliding_window}: set PDD_MAX_MODEL_LEN)"
+        )
+    decoder = Decoder(config, getattr(torch, dtype))
+    fill(decoder.slots(), checkpoint.tensors())
+    decoder.pack()
     spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
     pool = KvPool(spec, 1 + spec.blocks_for(pool_tokens))
     cache = RadixCache(BlockPool(pool.num_blocks), block_size, enabled=prefix_cache)
     attention = TorchAttention([pool.layer(index) for index in range(config.num_layers)])
     engine = Engine(
-        llama,
+        decoder,
         attention,
         cache,
         step_tokens=step_tokens,

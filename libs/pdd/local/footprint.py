@@ -26,10 +26,13 @@ def read_config(model: Path) -> ModelConfig:
 
 
 def weight_count(config: ModelConfig) -> int:
-    """Number of weights of a Llama-family decoder."""
+    """Number of weights of a dense decoder."""
     query, key_value = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     attention = 2 * config.hidden_size * (query + key_value)  # q and out, k and v
     layer = attention + 3 * config.hidden_size * config.intermediate_size + 2 * config.hidden_size
+    layer += config.qkv_bias * (query + 2 * key_value) + config.attention_out_bias * config.hidden_size
+    layer += config.mlp_bias * (2 * config.intermediate_size + config.hidden_size)
+    layer += config.qk_norm * 2 * config.head_dim
     embedding = config.vocab_size * config.hidden_size * (1 if config.tie_word_embeddings else 2)
     return config.num_layers * layer + embedding + config.hidden_size
 

@@ -11,10 +11,14 @@ import torch.nn.functional as F
 
 
 class Linear:
-    """`x @ weight.T` for a weight `[out_features, in_features]`, held once: as `weight` until `pack`."""
+    """`x @ weight.T + bias` for a weight `[out_features, in_features]`, held once: as `weight` until `pack`.
 
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype) -> None:
+    `bias` is `[out_features]`, or None.
+    """
+
+    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, *, bias: bool = False) -> None:
         self.weight = torch.empty(out_features, in_features, dtype=dtype)
+        self.bias = torch.empty(out_features, dtype=dtype) if bias else None
         self._packed: torch.Tensor | None = None
 
     def pack(self) -> None:
@@ -26,5 +30,5 @@ class Linear:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` is `[n, in_features]`; returns `[n, out_features]`."""
         if self._packed is None:
-            return F.linear(x, self.weight)
-        return torch.ops.mkldnn._linear_pointwise(x, self._packed, None, "none", [], None)
+            return F.linear(x, self.weight, self.bias)
+        return torch.ops.mkldnn._linear_pointwise(x, self._packed, self.bias, "none", [], None)

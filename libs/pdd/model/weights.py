@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from pdd.errors import ModelError
-from pdd.model.config import ModelConfig
+from pdd.model.config import GGUF_ROPE_DIVISORS, ModelConfig
 
 _GGUF_TOP = {
     "token_embd.weight": "model.embed_tokens.weight",
@@ -29,17 +29,21 @@ _GGUF_TOP = {
     "output.weight": "lm_head.weight",
 }
 _GGUF_LAYER = {
-    "attn_norm.weight": "input_layernorm.weight",
-    "attn_q.weight": "self_attn.q_proj.weight",
-    "attn_k.weight": "self_attn.k_proj.weight",
-    "attn_v.weight": "self_attn.v_proj.weight",
-    "attn_output.weight": "self_attn.o_proj.weight",
-    "ffn_norm.weight": "post_attention_layernorm.weight",
-    "ffn_gate.weight": "mlp.gate_proj.weight",
-    "ffn_up.weight": "mlp.up_proj.weight",
-    "ffn_down.weight": "mlp.down_proj.weight",
+    "attn_norm": "input_layernorm",
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "attn_output": "self_attn.o_proj",
+    "ffn_norm": "post_attention_layernorm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
 }
-_GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.(.+)")
+_GGUF_LAYER_NAME = re.compile(r"blk\.(\d+)\.(\w+)\.(weight|bias)")
+_DERIVED = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq")
+"""What old versions of transformers saved along with the weights, though the configuration says it all."""
 
 
 class GgufFile(gguf.GGUFReader):
@@ -110,15 +114,17 @@ def fill(slots: Mapping[str, torch.Tensor], tensors: Iterator[tuple[str, torch.T
 
 def _gguf_tensors(reader: gguf.GGUFReader, config: ModelConfig) -> Iterator[tuple[str, torch.Tensor]]:
     for stored in reader.tensors:
+        if stored.name == GGUF_ROPE_DIVISORS:
+            continue  # part of the configuration
         name = _hf_name(stored.name)
         try:
             values = gguf.dequantize(stored.data, stored.tensor_type)
         except NotImplementedError:
             raise ModelError(f"weight {stored.name}: type {stored.tensor_type.name} is not supported") from None
         tensor = torch.from_numpy(np.require(values, requirements="W"))  # what needs no conversion is a read-only map
-        if name.endswith("q_proj.weight"):
+        if config.architecture == "llama" and ".q_proj." in name:
             tensor = _halves(tensor, config.num_heads)
-        elif name.endswith("k_proj.weight"):
+        elif config.architecture == "llama" and ".k_proj." in name:
             tensor = _halves(tensor, config.num_kv_heads)
         yield name, tensor
 
@@ -130,13 +136,15 @@ def _hf_name(name: str) -> str:
     part = _GGUF_LAYER.get(match[2]) if match else None
     if match is None or part is None:
         raise ModelError(f"unexpected weight: {name}")
-    return f"model.layers.{match[1]}.{part}"
+    return f"model.layers.{match[1]}.{part}.{match[3]}"
 
 
 def _halves(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo llama.cpp's order of q and k rows, `[heads, pair, 2]`, to `[heads, 2, pair]`: RoPE here pairs halves."""
-    rows, columns = weight.shape
-    return weight.view(heads, rows // heads // 2, 2, columns).transpose(1, 2).reshape(rows, columns)
+    """Undo llama.cpp's order of q and k rows, `[heads, pair, 2]`, to `[heads, 2, pair]`: RoPE here pairs halves.
+
+    llama.cpp reorders them for the architecture `llama` alone. `weight` may be a matrix or a bias.
+    """
+    return weight.view(heads, weight.shape[0] // heads // 2, 2, -1).transpose(1, 2).reshape(weight.shape)
 
 
 def _safetensors_files(directory: Path) -> list[Path]:
@@ -155,6 +163,8 @@ def _safetensors_files(directory: Path) -> list[Path]:
 def _safetensors(files: list[Path]) -> Iterator[tuple[str, torch.Tensor]]:
     for file in files:
         for name in _names(file):
+            if _DERIVED.fullmatch(name):
+                continue
             with _open(file) as stored:
                 yield name, stored.get_tensor(name)
 

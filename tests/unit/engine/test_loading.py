@@ -12,7 +12,7 @@ from pdd.errors import ConfigError, ModelError
 from pdd.model.source import SHA256
 from pdd.model.tokenizer import load_tokenizer
 from pdd.types import AttemptKey, Sampling, StopRule
-from tests.model_fixtures import default_model_path, save_tiny_llama
+from tests.model_fixtures import default_model_path, save_tiny, save_tiny_llama
 from tests.unit.engine.conftest import MakeEngine, Tiny
 
 
@@ -41,12 +41,34 @@ def test_a_limit_beyond_the_models_context_is_refused(tiny: Tiny) -> None:
 
 
 def test_a_model_that_cannot_be_used_is_refused(tmp_path_factory: pytest.TempPathFactory) -> None:
-    directory = tmp_path_factory.mktemp("mistral")
+    directory = tmp_path_factory.mktemp("mixtral")
     save_tiny_llama(directory)
     config = json.loads((directory / "config.json").read_text())
-    (directory / "config.json").write_text(json.dumps(config | {"model_type": "mistral"}))
-    with pytest.raises(ModelError, match="mistral"):
+    (directory / "config.json").write_text(json.dumps(config | {"model_type": "mixtral"}))
+    with pytest.raises(ModelError, match="mixtral"):
         load_engine(directory, dtype="float32", block_size=4, pool_tokens=64, step_tokens=16, seats=1)
+
+
+def test_a_sliding_window_is_refused_unless_no_context_reaches_it(tmp_path_factory: pytest.TempPathFactory) -> None:
+    directory = tmp_path_factory.mktemp("mistral")
+    save_tiny(directory, "mistral", sliding_window=64)
+
+    def load(max_model_len: int | None) -> int:
+        loaded = load_engine(
+            directory,
+            dtype="float32",
+            block_size=4,
+            pool_tokens=64,
+            step_tokens=16,
+            seats=1,
+            max_model_len=max_model_len,
+        )
+        return loaded.max_model_len
+
+    assert load(64) == 64
+    for too_long in (None, 65):
+        with pytest.raises(ModelError, match="sliding_window = 64"):
+            load(too_long)
 
 
 @pytest.mark.model

@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from pdd.errors import ModelError
 from pdd.model.config import ModelConfig
-from pdd.model.llama import Llama
+from pdd.model.decoder import Decoder
 from pdd.model.weights import Checkpoint, fill
 from tests.model_fixtures import save_tiny_llama
 
@@ -34,9 +34,9 @@ def directory(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-def load(path: Path) -> Llama:
+def load(path: Path) -> Decoder:
     checkpoint = Checkpoint(path)
-    model = Llama(checkpoint.config, torch.float32)
+    model = Decoder(checkpoint.config, torch.float32)
     fill(model.slots(), checkpoint.tensors())
     return model
 
@@ -52,7 +52,7 @@ def configure(directory: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def same(a: Llama, b: Llama) -> bool:
+def same(a: Decoder, b: Decoder) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.slots().values(), b.slots().values(), strict=True))
 
 
@@ -107,10 +107,13 @@ def test_a_head_in_the_files_wins_over_the_flag_as_in_transformers(directory: Pa
 @pytest.mark.parametrize(
     ("changes", "named"),
     [
-        ({"model_type": "qwen2"}, "qwen2"),
-        ({"rope_parameters": {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0}}, "yarn"),
-        ({"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": 2.0}}, "linear"),
-        ({"attention_bias": True}, "attention_bias"),
+        ({"model_type": "gemma3_text"}, "gemma3_text"),
+        ({"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0}}, "longrope"),
+        ({"rope_parameters": None, "rope_scaling": {"type": "linear"}}, "factor"),
+        ({"rope_parameters": {"full_attention": {"rope_type": "default"}}}, "layer to layer"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ({"model_type": "qwen3", "layer_types": ["full_attention", "linear_attention"]}, "linear_attention"),
+        ({"vocab_size": None}, "a number that is none"),
         ({"hidden_act": "gelu"}, "gelu"),
         ({"num_key_value_heads": 3}, "3 KV heads"),
     ],
@@ -149,7 +152,7 @@ def test_hf_configuration_is_read_old_and_new() -> None:
     old = ModelConfig.from_hf(shapes | {"rope_theta": 5e5, "head_dim": 32})
     new = ModelConfig.from_hf(shapes | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}, "head_dim": 32})
     assert old == new
-    assert (old.head_dim, old.num_kv_heads, old.rope_theta) == (32, 4, 5e5)
+    assert (old.head_dim, old.num_kv_heads, old.rotary.theta) == (32, 4, 5e5)
     assert old.eos_token_ids == {2, 7}
     with pytest.raises(ModelError, match="vocab_size"):
         ModelConfig.from_hf({key: value for key, value in shapes.items() if key != "vocab_size"})
@@ -200,7 +203,7 @@ def test_gguf_weights_equal_what_transformers_reads(saved: Path, tmp_path: Path)
         assert torch.equal(slot, theirs[name]), name
 
 
-def test_gguf_with_rope_scaling_is_refused(saved: Path, tmp_path: Path) -> None:
-    write_gguf(tmp_path / "scaled.gguf", LlamaForCausalLM.from_pretrained(saved), rope="yarn")
-    with pytest.raises(ModelError, match="yarn"):
+def test_gguf_with_another_rope_scaling_is_refused(saved: Path, tmp_path: Path) -> None:
+    write_gguf(tmp_path / "scaled.gguf", LlamaForCausalLM.from_pretrained(saved), rope="longrope")
+    with pytest.raises(ModelError, match="longrope"):
         Checkpoint(tmp_path / "scaled.gguf")

@@ -14,7 +14,7 @@ from pdd.attention.interface import AttentionBatch, SequenceSlice
 from pdd.attention.torch_backend import TorchAttention
 from pdd.engine.kv_pool import KvPool
 from pdd.kv import KvSpec
-from pdd.model.llama import Llama
+from pdd.model.decoder import Decoder
 from pdd.model.weights import Checkpoint, fill
 from tests.model_fixtures import default_model_path, save_tiny_llama
 
@@ -35,7 +35,7 @@ class Runner:
     def __init__(self, path: Path, dtype: str = "float32", block_size: int = 4) -> None:
         checkpoint = Checkpoint(path)
         config = checkpoint.config
-        self.model = Llama(config, getattr(torch, dtype))
+        self.model = Decoder(config, getattr(torch, dtype))
         fill(self.model.slots(), checkpoint.tensors())
         blocks = -(-128 // block_size)
         pool = KvPool(KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype), blocks + 1)
