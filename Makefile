@@ -2,6 +2,7 @@
 # make test   the test suite
 # make lint   style, types, import rules
 # make docs   the pages that are generated from the code
+# make bench-engine   the engine beside transformers; writes its part of docs/benchmarks.md
 
 SHELL := /bin/bash
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip -qq --disable-pip-version-check
 ARGS ?=
 
-.PHONY: up test lint docs
+.PHONY: up test lint docs bench-engine
 .DEFAULT_GOAL := up
 
 up: $(VENV)/.installed
@@ -29,6 +30,9 @@ lint: $(VENV)/.installed-dev
 docs: $(VENV)/.installed
 	@$(BIN)/python -m pdd.config_docs > docs/configuration.md.new
 	@mv docs/configuration.md.new docs/configuration.md
+
+bench-engine: $(VENV)/.installed-dev
+	@$(BIN)/python -m tests.bench.engine
 
 $(VENV)/bin/python:
 	@echo "Creating $(VENV) with $(PYTHON)"
