@@ -75,6 +75,9 @@ class StageSettings(ProcessSettings, LineSettings, MetricsSettings):
     step_tokens: int = Field(512, gt=0, description="Token budget of one engine step.")
     max_running: int = Field(16, gt=0, description="Sequences that run at once (seats).")
     threads: int = Field(1, gt=0, description="Intra-op threads of the engine.")
+    kernels: Literal["auto", "native", "torch"] = Field(
+        "auto", description="Kernels of the forward pass; `auto`: the native ones where they can be used, else torch's."
+    )
     pace_step_ms: float = Field(0.0, ge=0, description="A step takes at least this long (ms); 0: unpaced.")
     pace_token_us: float = Field(0.0, ge=0, description="... plus this long for each scheduled token (us).")
     kv_host: str = Field("127.0.0.1", description="Address the KV stream listens on.")

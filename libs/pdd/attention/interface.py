@@ -12,6 +12,9 @@ from typing import Protocol
 
 import torch
 
+LayerViews = tuple[torch.Tensor, torch.Tensor]
+"""Keys and values of one layer of a pool, `[num_blocks, block_size, kv_heads, head_dim]` each."""
+
 
 @dataclass(frozen=True)
 class SequenceSlice:

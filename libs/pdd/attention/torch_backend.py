@@ -12,10 +12,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from pdd.attention.interface import AttentionBatch
-
-LayerViews = tuple[torch.Tensor, torch.Tensor]
-"""Keys and values of one layer, `[num_blocks, block_size, kv_heads, head_dim]` each."""
+from pdd.attention.interface import AttentionBatch, LayerViews
 
 
 @dataclass(frozen=True)
@@ -36,6 +33,7 @@ class TorchAttention:
     def __init__(self, layers: Sequence[LayerViews]) -> None:
         self._layers = layers
         self._block_size = layers[0][0].shape[1]
+        self._device = layers[0][0].device
         self._planned: list[_Planned] = []
         self._blocks = self._offsets = torch.empty(0, dtype=torch.int64)
 
@@ -55,12 +53,13 @@ class TorchAttention:
             square = query == context
             mask = None
             if query > 1 and not square:
-                mask = torch.ones(query, context, dtype=torch.bool).tril(context - query)
-            pages = torch.tensor(part.blocks[: -(-context // size)])
+                mask = torch.ones(query, context, dtype=torch.bool, device=self._device).tril(context - query)
+            pages = torch.tensor(part.blocks[: -(-context // size)], device=self._device)
             planned.append(_Planned(row, row + query, context, pages, mask, is_causal=query > 1 and square))
             row += query
         self._planned = planned
-        self._blocks, self._offsets = torch.tensor(blocks), torch.tensor(offsets)
+        self._blocks = torch.tensor(blocks, device=self._device)
+        self._offsets = torch.tensor(offsets, device=self._device)
 
     def run(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """See `AttentionBackend`."""

@@ -12,9 +12,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-import torch
-
-from pdd.attention.interface import AttentionBackend, AttentionBatch, SequenceSlice
+from pdd.attention.interface import SequenceSlice
 from pdd.engine.logprobs import TokenLogprobs, token_logprobs
 from pdd.engine.penalties import History, adjusted
 from pdd.engine.radix import RadixCache
@@ -91,7 +89,6 @@ class Engine:
     def __init__(
         self,
         model: Decoder,
-        attention: AttentionBackend,
         cache: RadixCache,
         *,
         step_tokens: int,
@@ -102,7 +99,6 @@ class Engine:
         longest prompt + output."""
         self.cache = cache
         self._model = model
-        self._attention = attention
         self._block_size = cache.block_size
         self._step_tokens = step_tokens
         self._seats = seats
@@ -126,7 +122,7 @@ class Engine:
             if spec.key in self._waiting or spec.key in self._admitted:
                 raise ValueError(f"{spec.key} is here already")
             sequence = RunningSequence(spec, self._arrivals)
-            if unknown := [one for one, _ in spec.sampling.logit_bias if not 0 <= one < self._model.config.vocab_size]:
+            if unknown := [one for one, _ in spec.sampling.logit_bias if not 0 <= one < self._model.vocab_size]:
                 raise ValueError(f"logit_bias names tokens that do not exist: {unknown[:3]}")
             self._require_fit(sequence.final_len)
         except (ValueError, TooLargeError):
@@ -311,22 +307,17 @@ class Engine:
         """Run the forward pass over the batch and draw the next token of each sequence that has caught up, with its
         log-probabilities if they are wanted."""
         tokens: list[int] = []
-        positions: list[int] = []
         slices: list[SequenceSlice] = []
         caught_up: list[RunningSequence] = []
         rows: list[int] = []
         for sequence, chunk in batch:
             end = sequence.num_computed + chunk.tokens
             tokens.extend(sequence.tokens[sequence.num_computed : end])
-            positions.extend(range(sequence.num_computed, end))
             slices.append(SequenceSlice(chunk.tokens, end, sequence.blocks))
             if end == len(sequence.tokens):
                 caught_up.append(sequence)
                 rows.append(len(tokens) - 1)
-        self._attention.plan(AttentionBatch(slices))
-        logits = self._model.forward(
-            torch.tensor(tokens), torch.tensor(positions), self._attention, torch.tensor(rows, dtype=torch.int64)
-        )
+        logits = self._model.forward(tokens, slices, rows)
         if not caught_up:
             return {}
         samplings = [s.sampling for s in caught_up]

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+import structlog
 import torch
 
 from pdd.attention.torch_backend import TorchAttention
@@ -16,7 +18,15 @@ from pdd.errors import ConfigError, ModelError
 from pdd.kv import KvSpec, ModelIdentity
 from pdd.model.config import ModelConfig
 from pdd.model.decoder import Decoder
+from pdd.model.parameters import Parameters
+from pdd.model.torch_decoder import TorchDecoder
 from pdd.model.weights import Checkpoint, fill
+from pdd.native import library
+from pdd.native.decoder import NativeDecoder, unsupported
+
+Kernels = Literal["auto", "native", "torch"]
+
+log = structlog.get_logger()
 
 
 @dataclass(frozen=True)
@@ -41,10 +51,13 @@ def load_engine(
     max_model_len: int | None = None,
     threads: int = 1,
     prefix_cache: bool = False,
+    kernels: Kernels = "auto",
 ) -> LoadedEngine:
     """Load weights and make a pool of at least `pool_tokens` tokens.
 
-    Raises `ModelError` if the model cannot be used, `ConfigError` if `max_model_len` exceeds what it was made for.
+    `kernels` "auto" takes the native ones where they can be used and torch's elsewhere. Raises `ModelError` if the
+    model cannot be used, `ConfigError` if `max_model_len` exceeds what it was made for or native kernels are asked for
+    and cannot be used.
     """
     torch.set_num_threads(threads)
     checkpoint = Checkpoint(model)
@@ -57,16 +70,13 @@ def load_engine(
             f"sliding_window = {config.sliding_window} is not supported for contexts of {longest} tokens "
             f"(at most {config.sliding_window}: set PDD_MAX_MODEL_LEN)"
         )
-    decoder = Decoder(config, getattr(torch, dtype))
-    fill(decoder.slots(), checkpoint.tensors())
-    decoder.pack()
+    parameters = Parameters(config, getattr(torch, dtype))
+    fill(parameters.slots(), checkpoint.tensors())
     spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
     pool = KvPool(spec, 1 + spec.blocks_for(pool_tokens))
     cache = RadixCache(BlockPool(pool.num_blocks), block_size, enabled=prefix_cache)
-    attention = TorchAttention([pool.layer(index) for index in range(config.num_layers)])
     engine = Engine(
-        decoder,
-        attention,
+        _decoder(parameters, pool, kernels, threads),
         cache,
         step_tokens=step_tokens,
         seats=seats,
@@ -81,3 +91,16 @@ def load_engine(
         rope=config.rope,
     )
     return LoadedEngine(engine, pool, identity, config, longest)
+
+
+def _decoder(parameters: Parameters, pool: KvPool, kernels: Kernels, threads: int) -> Decoder:
+    """The fastest decoder that `kernels` allow. Raises `ConfigError`."""
+    views = [pool.layer(index) for index in range(parameters.config.num_layers)]
+    if kernels != "torch":
+        obstacle = unsupported(parameters.config) or library.missing()
+        if obstacle is None:
+            return NativeDecoder(parameters, views, threads=threads)
+        if kernels == "native":
+            raise ConfigError(f"PDD_KERNELS: native kernels cannot be used: {obstacle}")
+        log.info("native_kernels_unused", reason=obstacle)
+    return TorchDecoder(parameters, TorchAttention(views))

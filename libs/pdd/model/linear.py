@@ -16,16 +16,23 @@ class Linear:
     `bias` is `[out_features]`, or None.
     """
 
-    def __init__(self, out_features: int, in_features: int, dtype: torch.dtype, *, bias: bool = False) -> None:
-        self.weight = torch.empty(out_features, in_features, dtype=dtype)
-        self.bias = torch.empty(out_features, dtype=dtype) if bias else None
+    def __init__(
+        self, out_features: int, in_features: int, dtype: torch.dtype, device: torch.device, *, bias: bool = False
+    ) -> None:
+        self.weight = torch.empty(out_features, in_features, dtype=dtype, device=device)
+        self.bias = torch.empty(out_features, dtype=dtype, device=device) if bias else None
         self._packed: torch.Tensor | None = None
 
+    def take(self) -> torch.Tensor:
+        """Hand the weight over to one who puts it into another layout; `weight` is empty afterwards."""
+        taken, self.weight = self.weight, self.weight.new_empty(0)
+        return taken
+
     def pack(self) -> None:
-        """Reorder the weight, once it is filled, if that helps. `weight` is empty afterwards."""
-        if self.weight.dtype is torch.bfloat16 and torch.backends.mkldnn.is_available():
-            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.weight)
-            self.weight = self.weight.new_empty(0)
+        """Reorder the weight, once it is filled, if that helps. `weight` is empty then."""
+        on_cpu = self.weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+        if self.weight.dtype is torch.bfloat16 and on_cpu:
+            self._packed = torch.ops.mkldnn._reorder_linear_weight(self.take())
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`x` is `[n, in_features]`; returns `[n, out_features]`."""

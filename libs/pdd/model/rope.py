@@ -6,13 +6,17 @@ never depend on how long a sequence is: cached keys must mean the same whatever 
 
 from __future__ import annotations
 
+import functools
 import math
+from collections.abc import Sequence
 
 import torch
 
-from pdd.model.config import RopeConfig
+from pdd.attention.interface import SequenceSlice
+from pdd.model.config import ModelConfig, RopeConfig
 
 
+@functools.cache
 def frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
     """Radians per position of the pairs (i, i + head_dim / 2), `[head_dim / 2]` float32."""
     plain = 1.0 / rope.theta ** (torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim)
@@ -28,6 +32,14 @@ def frequencies(rope: RopeConfig, head_dim: int) -> torch.Tensor:
             return _llama3(rope, plain)
         case "yarn":
             return _yarn(rope, plain)
+
+
+def rotation(config: ModelConfig, slices: Sequence[SequenceSlice]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Cosines and sines, `[tokens, head_dim / 2]` float32 each, of a step's tokens; scaled as the variant wants."""
+    positions = [position for s in slices for position in range(s.context_len - s.query_len, s.context_len)]
+    angles = torch.outer(torch.tensor(positions, dtype=torch.float32), frequencies(config.rotary, config.head_dim))
+    scale = config.rotary.attention_factor
+    return angles.cos() * scale, angles.sin() * scale
 
 
 def _llama3(rope: RopeConfig, plain: torch.Tensor) -> torch.Tensor:

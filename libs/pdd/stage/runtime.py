@@ -38,6 +38,7 @@ def load(settings: StageSettings, *, prefix_cache: bool) -> LoadedEngine:
         max_model_len=settings.max_model_len,
         threads=settings.threads,
         prefix_cache=prefix_cache and settings.prefix_cache,
+        kernels=settings.kernels,
     )
 
 
