@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import array
-import ctypes
 import itertools
 from collections.abc import Sequence
 
@@ -123,7 +122,13 @@ class NativeDecoder:
         sizes = array.array("q", [size for _, rows, k in self._matrices for size in (rows, k)])
         memory = torch.zeros(2 * tokens * max(sizes))
         self._library.pdd_products(
-            _address(pointers), _address(sizes), len(pointers), tokens, memory.data_ptr(), self._is_bfloat16, self._threads
+            _address(pointers),
+            _address(sizes),
+            len(pointers),
+            tokens,
+            memory.data_ptr(),
+            self._is_bfloat16,
+            self._threads,
         )
 
     def _memory(self, tokens: int, rows: int) -> int:

@@ -17,7 +17,7 @@ from pdd.native.build import library_path
 class Layer(ctypes.Structure):
     """One layer's parameters and where its KV lies."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         (name, c_void_p)
         for name in (
             *("input_norm", "q_norm", "k_norm", "mlp_norm"),
@@ -31,7 +31,7 @@ class Layer(ctypes.Structure):
 class Model(ctypes.Structure):
     """A model's shape, its layers, and the KV pool's strides."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, c_int64) for name in ("is_bfloat16", "hidden", "heads", "kv_heads", "head_dim", "intermediate")),
         *((name, c_int64) for name in ("vocab", "num_layers", "block_size", "block_stride", "token_stride")),
         ("rms_norm_eps", c_float),
@@ -43,7 +43,7 @@ class Model(ctypes.Structure):
 class Step(ctypes.Structure):
     """A step's tokens and sequences."""
 
-    _fields_ = [  # noqa: RUF012
+    _fields_ = [
         *((name, c_int64) for name in ("tokens", "sequences", "rows")),
         *((name, c_void_p) for name in ("ids", "starts", "contexts", "tables", "blocks", "rows_wanted", "cos", "sin")),
     ]

@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from pdd.errors import ModelError
 from pdd.model.config import ModelConfig
-from pdd.model.decoder import Decoder
 from pdd.model.rope import frequencies
-from pdd.model.weights import Checkpoint, fill
+from pdd.model.weights import Checkpoint
 from tests.model_fixtures import save_tiny
+from tests.unit.model.runner import filled
 from tests.unit.model.test_families import ORIGINAL, ROPES, check
 
 Change = Callable[[gguf.GGUFWriter], object]
@@ -74,13 +74,6 @@ def write(
     return file
 
 
-def load(path: Path) -> Decoder:
-    checkpoint = Checkpoint(path)
-    model = Decoder(checkpoint.config, torch.float32)
-    fill(model.slots(), checkpoint.tensors())
-    return model
-
-
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -96,7 +89,7 @@ def load(path: Path) -> Decoder:
 def test_a_file_equals_its_original(family: str, options: dict[str, object], tmp_path: Path) -> None:
     reference = save_tiny(tmp_path, family, **options)
     file = write(tmp_path / "tiny.gguf", reference, arrays_of(reference))
-    ours, theirs = load(file), load(tmp_path)
+    ours, theirs = filled(file), filled(tmp_path)
     assert ours.slots().keys() == theirs.slots().keys()
     for name, slot in ours.slots().items():
         assert torch.equal(slot, theirs.slots()[name]), name
@@ -130,7 +123,7 @@ def test_blocks_of_256_are_what_gguf_makes_of_them(kind: Kind, tmp_path: Path) -
                 blocks[..., at : at + 2] = np.array([0.01], np.float16).view(np.uint8)
             quantised[name] = blocks.reshape(values.shape[0], -1)
     file = write(tmp_path / "tiny.gguf", reference, arrays | quantised, kind=kind)
-    slots = load(file).slots()
+    slots = filled(file).slots()
     compared = {
         "model.embed_tokens.weight": "token_embd.weight",
         "model.layers.0.self_attn.q_proj.weight": "blk.0.attn_q.weight",
@@ -224,7 +217,7 @@ def test_a_missing_weight_is_named(family: str, missing: str, tmp_path: Path) ->
     arrays.pop(missing)
     part = {"attn_k": "k_proj.bias", "attn_q": "q_proj.bias", "attn_q_norm": "q_norm.weight"}[missing.split(".")[2]]
     with pytest.raises(ModelError, match=f"missing weight: .*{part}"):
-        load(write(tmp_path / "tiny.gguf", reference, arrays))
+        filled(write(tmp_path / "tiny.gguf", reference, arrays))
 
 
 @pytest.mark.parametrize(
@@ -234,4 +227,4 @@ def test_a_left_over_weight_is_named(extra: str, named: str, tmp_path: Path) -> 
     reference = save_tiny(tmp_path, "llama")
     arrays = arrays_of(reference) | {extra: np.ones(16, np.float32)}
     with pytest.raises(ModelError, match=f"unexpected weight: .*{named}"):
-        load(write(tmp_path / "tiny.gguf", reference, arrays))
+        filled(write(tmp_path / "tiny.gguf", reference, arrays))

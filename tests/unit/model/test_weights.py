@@ -17,9 +17,10 @@ from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
 from pdd.errors import ModelError
 from pdd.model.config import ModelConfig
-from pdd.model.decoder import Decoder
-from pdd.model.weights import Checkpoint, fill
+from pdd.model.parameters import Parameters
+from pdd.model.weights import Checkpoint
 from tests.model_fixtures import save_tiny_llama
+from tests.unit.model.runner import filled
 
 
 @pytest.fixture(scope="module")
@@ -34,13 +35,6 @@ def directory(saved: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(saved, tmp_path / "model"))
 
 
-def load(path: Path) -> Decoder:
-    checkpoint = Checkpoint(path)
-    model = Decoder(checkpoint.config, torch.float32)
-    fill(model.slots(), checkpoint.tensors())
-    return model
-
-
 def rewrite(directory: Path, change: Callable[[dict[str, torch.Tensor]], object]) -> None:
     tensors = load_file(directory / "model.safetensors")
     change(tensors)
@@ -52,14 +46,14 @@ def configure(directory: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
-def same(a: Decoder, b: Decoder) -> bool:
+def same(a: Parameters, b: Parameters) -> bool:
     return all(torch.equal(x, y) for x, y in zip(a.slots().values(), b.slots().values(), strict=True))
 
 
 def test_shards_load_like_one_file_and_have_their_own_identity(saved: Path, tmp_path: Path) -> None:
     LlamaForCausalLM.from_pretrained(saved).save_pretrained(tmp_path, max_shard_size="100KB")
     assert len(Checkpoint(tmp_path).files) > 1
-    assert same(load(tmp_path), load(saved))
+    assert same(filled(tmp_path), filled(saved))
     assert Checkpoint(tmp_path).identity() != Checkpoint(saved).identity()
 
 
@@ -73,35 +67,35 @@ def test_identity_follows_the_bytes(directory: Path) -> None:
 def test_a_missing_weight_is_named(directory: Path) -> None:
     rewrite(directory, lambda tensors: tensors.pop("model.layers.1.mlp.up_proj.weight"))
     with pytest.raises(ModelError, match=r"missing weight: model\.layers\.1\.mlp\.up_proj\.weight"):
-        load(directory)
+        filled(directory)
 
 
 def test_a_left_over_weight_is_named(directory: Path) -> None:
     rewrite(directory, lambda tensors: tensors.update({"model.layers.0.self_attn.q_proj.bias": torch.ones(64)}))
     with pytest.raises(ModelError, match=r"unexpected weight: model\.layers\.0\.self_attn\.q_proj\.bias"):
-        load(directory)
+        filled(directory)
 
 
 def test_a_weight_of_the_wrong_shape_is_named(directory: Path) -> None:
     rewrite(directory, lambda tensors: tensors.update({"model.norm.weight": torch.ones(65)}))
     with pytest.raises(ModelError, match=r"model\.norm\.weight has shape \(65,\), expected \(64,\)"):
-        load(directory)
+        filled(directory)
 
 
 def test_a_missing_head_is_an_error_unless_it_is_tied(directory: Path) -> None:
     rewrite(directory, lambda tensors: tensors.pop("lm_head.weight"))
     with pytest.raises(ModelError, match=r"lm_head\.weight"):
-        load(directory)
+        filled(directory)
     configure(directory, tie_word_embeddings=True)
-    model = load(directory)
+    model = filled(directory)
     assert model.head is model.embedding
 
 
 def test_a_head_in_the_files_wins_over_the_flag_as_in_transformers(directory: Path) -> None:
     configure(directory, tie_word_embeddings=True)
     theirs = LlamaForCausalLM.from_pretrained(directory)
-    assert torch.equal(load(directory).head, theirs.lm_head.weight)
-    assert not torch.equal(load(directory).head, theirs.model.embed_tokens.weight)
+    assert torch.equal(filled(directory).head, theirs.lm_head.weight)
+    assert not torch.equal(filled(directory).head, theirs.model.embed_tokens.weight)
 
 
 @pytest.mark.parametrize(
@@ -131,7 +125,7 @@ def test_files_that_are_no_models_are_refused(directory: Path, tmp_path: Path) -
         Checkpoint(text)
     (directory / "model.safetensors").write_bytes(b"\x10\0\0\0\0\0\0\0garbage")
     with pytest.raises(ModelError, match=r"model\.safetensors"):
-        load(directory)
+        filled(directory)
     (directory / "model.safetensors").unlink()
     with pytest.raises(ModelError, match=r"model\.safetensors"):
         Checkpoint(directory)
@@ -197,7 +191,7 @@ def test_gguf_weights_equal_what_transformers_reads(saved: Path, tmp_path: Path)
     """q and k rows are put back for 4 query and 2 KV heads; the untied head is found."""
     write_gguf(tmp_path / "tiny.gguf", LlamaForCausalLM.from_pretrained(saved))
     theirs = AutoModelForCausalLM.from_pretrained(tmp_path, gguf_file="tiny.gguf", dtype=torch.float32).state_dict()
-    ours = load(tmp_path / "tiny.gguf").slots()
+    ours = filled(tmp_path / "tiny.gguf").slots()
     assert set(ours) == set(theirs)
     for name, slot in ours.items():
         assert torch.equal(slot, theirs[name]), name
