@@ -57,6 +57,8 @@ struct Arena {
     }
 };
 
+size_t queries_of_tile(const Model& m) { return std::max<size_t>(kQueryRows * m.kv_heads / m.heads, 1); }
+
 template <class E>
 struct Workspace {
     float *x, *qkv, *last;
@@ -74,13 +76,19 @@ struct Workspace {
         q = arena.take<E>(tokens * q_size);
         attended = arena.take<E>(tokens * q_size);
         activated = arena.take<E>(tokens * m.intermediate);
-        const size_t group = m.heads / m.kv_heads, tile = std::max(kQueryRows / group, size_t{1}) * group;
+        const size_t tile = queries_of_tile(m) * m.heads / m.kv_heads;
         const auto own = [&] {
             normed = arena.take<E>(kRowBlock * m.hidden);
-            attention = {arena.take<E>(tile * m.head_dim),      arena.take<E>(kKeys * m.head_dim),
-                         arena.take<E>(kKeys * m.head_dim),     arena.take<E>(tile * kKeys),
-                         arena.take<float>(tile * kKeys),       arena.take<float>(tile * m.head_dim),
-                         arena.take<float>(tile),               arena.take<float>(tile)};
+            attention.key_rows = arena.take<E>(kKeys * m.kv_heads * m.head_dim);
+            attention.value_rows = arena.take<E>(kKeys * m.kv_heads * m.head_dim);
+            attention.queries = arena.take<E>(queries_of_tile(m) * q_size);
+            attention.keys = arena.take<E>(kKeys * m.head_dim);
+            attention.values = arena.take<E>(kKeys * m.head_dim);
+            attention.weights = arena.take<E>(tile * kKeys);
+            attention.scores = arena.take<float>(tile * kKeys);
+            attention.sums = arena.take<float>(queries_of_tile(m) * q_size);
+            attention.maxima = arena.take<float>(queries_of_tile(m) * m.heads);
+            attention.totals = arena.take<float>(queries_of_tile(m) * m.heads);
         };
         for (int i = 0; i <= thread; i++) own();
         size = arena.used;
@@ -223,28 +231,30 @@ class Forward {
     }
 
     void attention(const Layer& layer, std::atomic<size_t>& next_tile) {
-        const size_t size = m_.head_dim, group = m_.heads / m_.kv_heads;
-        const size_t tile = std::max(kQueryRows / group, size_t{1});
+        const size_t size = m_.head_dim, group = m_.heads / m_.kv_heads, tile = queries_of_tile(m_);
         const float scale = kLog2E / std::sqrt(static_cast<float>(size));
         const auto tiles = [&](int64_t s) { return (step_.starts[s + 1] - step_.starts[s] + tile - 1) / tile; };
         size_t items = 0;
-        for (int64_t s = 0; s < step_.sequences; s++)
-            items += tiles(s) * m_.kv_heads;
+        for (int64_t s = 0; s < step_.sequences; s++) items += tiles(s);
+        // All heads of a tile read each page but once; if tiles are few, heads are dealt out instead.
+        const size_t shares = items < 2 * static_cast<size_t>(threads_) ? m_.kv_heads : 1, heads = m_.kv_heads / shares;
         int64_t sequence = 0;
         size_t before = 0;
-        for (size_t item; (item = next_tile.fetch_add(1, std::memory_order_relaxed)) < items;) {
-            for (size_t own; item - before >= (own = tiles(sequence) * m_.kv_heads); before += own) sequence++;
-            const size_t head = (item - before) % m_.kv_heads, offset = (item - before) / m_.kv_heads * tile;
+        for (size_t item; (item = next_tile.fetch_add(1, std::memory_order_relaxed)) < items * shares;) {
+            for (size_t own; item - before >= (own = tiles(sequence) * shares); before += own) sequence++;
+            const size_t offset = (item - before) / shares * tile, head = (item - before) % shares * heads;
             const size_t start = step_.starts[sequence], queries = step_.starts[sequence + 1] - start;
-            const size_t at = (start + offset) * q_size_ + head * group * size;
+            const size_t at = (start + offset) * q_size_;
             const QueryTile<E> query{step_.contexts[sequence] - queries + offset,
                                      std::min(tile, queries - offset),
                                      group,
+                                     head,
+                                     heads,
                                      step_.blocks + step_.tables[sequence],
                                      work_.q + at,
-                                     q_size_,
-                                     work_.attended + at};
-            attend(query, pages(layer.keys, head), pages(layer.values, head), size, scale, work_.attention);
+                                     work_.attended + at,
+                                     q_size_};
+            attend(query, pages(layer.keys), pages(layer.values), size, scale, work_.attention);
         }
     }
 
@@ -283,8 +293,8 @@ class Forward {
         return {static_cast<const E*>(panels), (rows + kPanel - 1) / kPanel, k};
     }
 
-    Pages<E> pages(void* base, size_t head = 0) const {
-        return {static_cast<E*>(base) + head * m_.head_dim, static_cast<size_t>(m_.block_stride),
+    Pages<E> pages(void* base) const {
+        return {static_cast<E*>(base), static_cast<size_t>(m_.block_stride),
                 static_cast<size_t>(m_.token_stride), static_cast<size_t>(m_.block_size)};
     }
 
