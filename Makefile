@@ -14,10 +14,10 @@ ARGS ?=
 .PHONY: up test lint docs bench-engine
 .DEFAULT_GOAL := up
 
-up: $(VENV)/.installed
+up: $(VENV)/.native
 	@$(BIN)/pdd up $(ARGS)
 
-test: $(VENV)/.installed-dev
+test: $(VENV)/.installed-dev $(VENV)/.native
 	@$(BIN)/python -c 'from pdd.model.source import ensure_default_model; ensure_default_model(print)'
 	@$(BIN)/pytest $(ARGS)
 
@@ -31,7 +31,7 @@ docs: $(VENV)/.installed
 	@$(BIN)/python -m pdd.config_docs > docs/configuration.md.new
 	@mv docs/configuration.md.new docs/configuration.md
 
-bench-engine: $(VENV)/.installed-dev
+bench-engine: $(VENV)/.installed-dev $(VENV)/.native
 	@$(BIN)/python -m tests.bench.engine
 
 $(VENV)/bin/python:
@@ -49,4 +49,10 @@ $(VENV)/.installed: pyproject.toml | $(VENV)/bin/python
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing the tools for tests and checks"
 	@$(PIP) install -e '.[dev]'
+	@touch $@
+
+# Without a C++ compiler there are no native kernels, and torch's are used.
+$(VENV)/.native: $(VENV)/.installed libs/pdd/native/build.py $(wildcard libs/pdd/native/src/*)
+	@echo "Compiling the native kernels"
+	@$(BIN)/python -m pdd.native.build
 	@touch $@

@@ -66,15 +66,10 @@ def load() -> ctypes.CDLL:
 
 def missing() -> str | None:
     """Why the kernels cannot be used on this machine, or None if they can."""
-    if not torch.backends.cpu.get_cpu_capability().startswith("AVX512") or not has_bfloat16_products():
-        return "the CPU has no AVX-512 with bfloat16"
+    if not torch.cpu._is_avx512_bf16_supported():  # pyright: ignore[reportPrivateUsage]
+        return "the CPU has no AVX-512 with bfloat16 products"
     try:
         load()
     except OSError:
         return "they have not been built (make does, where there is a C++ compiler)"
     return None
-
-
-def has_bfloat16_products() -> bool:
-    """Whether the CPU multiplies bfloat16 pairs (AVX512_BF16)."""
-    return torch.cpu._is_avx512_bf16_supported()

@@ -25,7 +25,12 @@ SHAPES: dict[str, dict[str, Any]] = {
     "half a vector": {"head_dim": 48, "intermediate_size": 80},
     "wide heads": {"hidden_size": 96, "head_dim": 128, "num_attention_heads": 3, "num_key_value_heads": 1},
     "no groups": {"num_attention_heads": 4, "num_key_value_heads": 4},
-    "more heads than rows of a tile": {"hidden_size": 128, "num_attention_heads": 128, "num_key_value_heads": 1, "head_dim": 16},
+    "more heads than rows of a tile": {
+        "hidden_size": 128,
+        "num_attention_heads": 128,
+        "num_key_value_heads": 1,
+        "head_dim": 16,
+    },
     "odd vocabulary": {"vocab_size": 509, "hidden_size": 80, "head_dim": 80},
 }
 
