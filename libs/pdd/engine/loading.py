@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -60,6 +61,7 @@ def load_engine(
     and cannot be used.
     """
     torch.set_num_threads(threads)
+    _keep_freed_memory()
     checkpoint = Checkpoint(model)
     config = checkpoint.config
     longest = max_model_len or config.context_length
@@ -91,6 +93,19 @@ def load_engine(
         rope=config.rope,
     )
     return LoadedEngine(engine, pool, identity, config, longest)
+
+
+def _keep_freed_memory() -> None:
+    """Have glibc keep what one step frees for the next.
+
+    By default it maps tensors of some megabytes anew at each use, and the kernel clears every page of them: several
+    times the cost of what is computed there. Other C libraries go their own way.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mmap_threshold, trim_threshold = -3, -1
+        mallopt(mmap_threshold, 32 << 20)
+        mallopt(trim_threshold, 256 << 20)
 
 
 def _decoder(parameters: Parameters, pool: KvPool, kernels: Kernels, threads: int) -> Decoder:
