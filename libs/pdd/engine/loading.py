@@ -61,7 +61,6 @@ def load_engine(
     and cannot be used.
     """
     torch.set_num_threads(threads)
-    _keep_freed_memory()
     checkpoint = Checkpoint(model)
     config = checkpoint.config
     longest = max_model_len or config.context_length
@@ -92,20 +91,23 @@ def load_engine(
         head_dim=config.head_dim,
         rope=config.rope,
     )
+    del checkpoint
+    _settle_memory()
     return LoadedEngine(engine, pool, identity, config, longest)
 
 
-def _keep_freed_memory() -> None:
-    """Have glibc keep what one step frees for the next.
+def _settle_memory() -> None:
+    """Have glibc give back what loading freed, and from here on keep what one step frees for the next.
 
     By default it maps tensors of some megabytes anew at each use, and the kernel clears every page of them: several
     times the cost of what is computed there. Other C libraries go their own way.
     """
-    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
-    if mallopt is not None:
+    c_library = ctypes.CDLL(None)
+    if hasattr(c_library, "mallopt"):
+        c_library.malloc_trim(0)
         mmap_threshold, trim_threshold = -3, -1
-        mallopt(mmap_threshold, 32 << 20)
-        mallopt(trim_threshold, 256 << 20)
+        c_library.mallopt(mmap_threshold, 32 << 20)
+        c_library.mallopt(trim_threshold, 256 << 20)
 
 
 def _decoder(parameters: Parameters, pool: KvPool, kernels: Kernels, threads: int) -> Decoder:
