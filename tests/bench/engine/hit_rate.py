@@ -33,7 +33,7 @@ class Point:
 
 def measure(ours: Ours) -> list[Point]:
     """`HIT_PROMPTS` prompts of one prefix at once, at each of `HIT_RATES`, the two ways in turn."""
-    namespace = KvNamespace(b"hit-rate benchmark".ljust(16, b"\0"))
+    namespace = KvNamespace("hit-rate benchmark")
     points: list[Point] = []
     for rate in HIT_RATES:
         cached = HIT_CONTEXT * rate // 100 // BLOCK_SIZE * BLOCK_SIZE
