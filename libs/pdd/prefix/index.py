@@ -18,6 +18,7 @@ import secrets
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from typing import Any, cast
 
 from redis.asyncio import Redis
 from redis.commands.core import AsyncScript
@@ -235,7 +236,8 @@ class PrefixIndex:
 
     async def lookup(self, space: Space, hashes: Sequence[bytes]) -> list[Held]:
         """What each instance holds of the chain `hashes` (16 bytes each); those with nothing are left out."""
-        flat = await self._lookup(keys=[space.key], args=[b"".join(hashes), HASH_BYTES])
+        # redis types a script's reply by what it may be in any client; in this one it is always awaited.
+        flat = cast("list[Any]", await self._lookup(keys=[space.key], args=[b"".join(hashes), HASH_BYTES]))
         return [_held(*flat[at : at + 5]) for at in range(0, len(flat), 5)]
 
     async def apply(self, space: Space, peer: Peer, events: Sequence[KvEvent]) -> bool:
