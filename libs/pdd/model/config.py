@@ -1,6 +1,6 @@
 """What a model is, as numbers: shapes, RoPE, context length and end tokens.
 
-Reads them from a GGUF header or a Hugging Face `config.json`, and refuses what `pdd.model.decoder` does not compute.
+Reads them from a GGUF header or a Hugging Face `config.json`, and refuses what no decoder here computes.
 Never touches weights.
 """
 
