@@ -69,7 +69,7 @@ async def test_thirty_two_streams_at_once(
             for prompt, max_tokens in asked
         )
     )
-    assert answers == expected
+    assert [answer.ids for answer in answers] == expected
     await books_balance(client)
     after = await figures(client)
     assert len(after) == 2

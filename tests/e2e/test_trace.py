@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import secrets
+import time
+from collections import Counter
 
 import httpx
 import pytest
@@ -16,15 +18,16 @@ from tests.otlp import CollectedSpan, Collector
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
+SPANS_S = 20.0
 ROOT = "text_completion {model}"
 RELAYED = {
     "gateway": ["attempt", "attach", "prefix_lookup", "reserve", "reserve", "submit", "tokenise", ROOT],
     "cache": ["lookup"],
     "prefill": ["handoff", "kv_transfer", "kv_transfer", "prefill", "prefill_queue"],
     "relay": ["extend", "handoff", "kv_receive", "relay_decode"],
-    "main_decode": ["extend", "handoff_wait", "kv_receive", "main_decode"],
+    "main_decode": ["extend", "kv_receive", "main_decode"],
 }
-"""Spans of a request that RelayDecode serves and hands over, by process; `handoff_wait` where KV came first."""
+"""Spans of a request that RelayDecode serves and hands over, by process."""
 
 DIRECT = {
     "gateway": ["attempt", "attach", "prefix_lookup", "reserve", "submit", "tokenise", ROOT],
@@ -57,18 +60,25 @@ async def tree(
     traces: Collector, model_name: str, trace_id: str, expected: dict[str, list[str]]
 ) -> list[CollectedSpan]:
     """All spans of a trace, once the expected ones are here; there must be no others."""
-    wanted = {role: [name.format(model=model_name) for name in names] for role, names in expected.items()}
-
-    def by_role(spans: list[CollectedSpan]) -> dict[str, list[str]]:
-        found: dict[str, list[str]] = {}
+    must = {role: sorted(name.format(model=model_name) for name in names) for role, names in expected.items()}
+    deadline = time.monotonic() + SPANS_S
+    while True:
+        spans = [span for span in traces.spans if span.trace_id == trace_id]
+        found: dict[str, list[str]] = {role: [] for role in must}
         for span in spans:
-            if span.trace_id == trace_id and span.name != "handoff_wait":
+            if span.name != "handoff_wait":  # only where KV came before the hand-over
                 found.setdefault(span.resource["service.name"].removeprefix("pdd-"), []).append(span.name)
-        return {role: sorted(names) for role, names in found.items()}
+        if must == {role: sorted(names) for role, names in found.items()}:
+            return spans
+        assert time.monotonic() < deadline, differences(must, found)
+        await asyncio.sleep(0.05)
 
-    must = {role: sorted(name for name in names if name != "handoff_wait") for role, names in wanted.items()}
-    spans = await asyncio.to_thread(traces.wait, lambda spans: by_role(spans) == must, 20.0)
-    return [span for span in spans if span.trace_id == trace_id]
+
+def differences(must: dict[str, list[str]], found: dict[str, list[str]]) -> str:
+    """By role, what is missing and what is too much."""
+    missing = {role: sorted((Counter(must.get(role, [])) - Counter(found[role])).elements()) for role in found}
+    surplus = {role: sorted((Counter(found[role]) - Counter(must.get(role, []))).elements()) for role in found}
+    return f"after {SPANS_S:g} s missing: {missing}, not expected: {surplus}"
 
 
 def check(spans: list[CollectedSpan], model_name: str) -> None:

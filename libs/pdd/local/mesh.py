@@ -106,15 +106,17 @@ class LocalMesh:
         self._save(ready=True)
 
     def wait_ready(self, deadline_s: float = READY_DEADLINE_S) -> None:
-        """Wait until the gateway sees every instance. Raises `StartError`."""
+        """Wait until the gateway sees every instance, as the process that runs now: of one that was restarted it may
+        still see the predecessor. Raises `StartError`."""
+        pids = {one.name: one.pid for one in self._processes.ids()}
         expected = {(stage.dc, stage.role.value, stage.instance): stage.name for stage in stages(self._options)}
 
         def waiting_for() -> str:
             report = mesh_report(self.gateway_url)
             if report is None:
                 return "the gateway"
-            seen = {(one.dc, one.role, one.instance) for one in report.instances}
-            return ", ".join(name for place, name in expected.items() if place not in seen)
+            seen = {(one.dc, one.role, one.instance): one.pid for one in report.instances}
+            return ", ".join(name for place, name in expected.items() if seen.get(place) != pids.get(name))
 
         self._processes.wait_for(waiting_for, deadline_s)
 
