@@ -7,47 +7,47 @@ import asyncio
 import pytest
 
 from pdd.local.mesh import LocalMesh
+from pdd.local.shaper import ask
 from pdd.model.tokenizer import Tokenizer
-from tests.e2e.conftest import Client, books_balance
+from tests.e2e.conftest import Client, books_balance, killed
 from tests.e2e.prompts import prompts
 
 pytestmark = [pytest.mark.model, pytest.mark.timeout(300)]
 
 ANSWER_TOKENS = 16
+LONG_ANSWER_TOKENS = 400
+BEGUN_BYTES = 1 << 20
 
 
-async def main_decode_receives(client: Client) -> None:
-    """Wait until a transfer has blocks at MainDecode while Prefill still computes."""
-    async with asyncio.timeout(20):
+async def kv_crosses(mesh: LocalMesh) -> None:
+    """Wait until KV has begun to cross the WAN; it takes far longer for all of it."""
+    async with asyncio.timeout(60):
+        before = (await asyncio.to_thread(ask, mesh.shaper_control)).line.a_to_b.payload_bytes
         while True:
-            loads = [(one["role"], one["load"]) for one in await client.instances()]
-            received = any(
-                load["total_blocks"] - load["free_blocks"] - load["evictable_blocks"]
-                for role, load in loads
-                if role == "main_decode"
-            )
-            if received and any(load["running"] for role, load in loads if role == "prefill"):
+            line = (await asyncio.to_thread(ask, mesh.shaper_control)).line
+            if line.a_to_b.payload_bytes > before + BEGUN_BYTES:
                 return
-            await asyncio.sleep(0.05)
+            await asyncio.sleep(0.01)
 
 
 async def test_prefill_killed_during_transfers(client: Client, mesh: LocalMesh, tokenizer: Tokenizer) -> None:
     """Its blocks at MainDecode and RelayDecode were being written: they come back although nobody says "done"."""
     texts = prompts(tokenizer)
-    asked = [texts[10][start : start + 600] for start in (0, 200, 400, 600)]
+    leave, stay = ([texts[10][start : start + 600] for start in starts] for starts in ((0, 400), (200, 600)))
 
-    async def ask(prompt: list[int], salt: str) -> list[int]:
-        return (await client.complete(prompt, max_tokens=ANSWER_TOKENS, ignore_eos=True, cache_salt=salt)).ids
+    async def answers_to(prompt: list[int], tokens: int, salt: str) -> list[int]:
+        return (await client.complete(prompt, max_tokens=tokens, ignore_eos=True, cache_salt=salt)).ids
 
-    running = [asyncio.create_task(ask(prompt, "killed")) for prompt in asked]
-    await main_decode_receives(client)
-    await asyncio.to_thread(mesh.kill, "prefill-0")
-    for leaving in running[::2]:
-        leaving.cancel()
-    mesh.restart("prefill-0")
-    answers = await asyncio.gather(*running, return_exceptions=True)
-    await asyncio.to_thread(mesh.wait_ready)
+    crossing = asyncio.create_task(kv_crosses(mesh))
+    leaving = [asyncio.create_task(answers_to(prompt, LONG_ANSWER_TOKENS, "killed")) for prompt in leave]
+    staying = [asyncio.create_task(answers_to(prompt, ANSWER_TOKENS, "killed")) for prompt in stay]
+    await crossing
+    async with killed(mesh, "prefill-0"):
+        for one in leaving:
+            one.cancel()
+        answers = await asyncio.gather(*staying)
+        await asyncio.wait(leaving)
     await books_balance(client)
-    assert [isinstance(one, asyncio.CancelledError) for one in answers[::2]] == [True, True]
-    assert answers[1::2] == [await ask(prompt, "calm") for prompt in asked[1::2]]
+    assert all(one.cancelled() for one in leaving)
+    assert answers == [await answers_to(prompt, ANSWER_TOKENS, "calm") for prompt in stay]
     await books_balance(client)

@@ -71,12 +71,16 @@ async def test_a_stop_string_across_the_handoff(client: Client, tokenizer: Token
     await books_balance(client)
 
 
-async def test_a_client_that_leaves_frees_everything(client: Client, mesh: LocalMesh, prompt: list[int]) -> None:
-    for delay_s in (0.05, 0.3, 0.8, 1.5):
-        request = asyncio.create_task(client.complete(prompt * 4, max_tokens=400, ignore_eos=True, handoff_at=200))
-        await asyncio.sleep(delay_s)
-        request.cancel()
-        await asyncio.gather(request, return_exceptions=True)
+async def test_a_client_that_leaves_frees_everything(client: Client, prompt: list[int]) -> None:
+    """At once, with Prefill's token, with some of RelayDecode's: long before the end in any case."""
+    how = {"max_tokens": 400, "ignore_eos": True, "handoff_at": 200}
+    hasty = asyncio.create_task(client.stream(prompt * 4, **how))
+    await asyncio.sleep(0.05)
+    hasty.cancel()
+    for leaving in [hasty, *[await client.streaming(tokens, prompt * 4, **how) for tokens in (1, 2, 20)]]:
+        leaving.cancel()
+        await asyncio.wait({leaving})
+        assert leaving.cancelled()
     await books_balance(client)
 
 
