@@ -49,13 +49,15 @@ def build() -> Path:
     return library
 
 
-def main() -> None:
-    """Build, or say in one line why not: the torch path serves without it."""
+def main() -> int:
+    """Build, or say in one line why not (the torch path serves without it), and exit with 1."""
     try:
         print(build())
     except (OSError, subprocess.CalledProcessError) as error:
         print(f"No native kernels, torch's are used instead: {error}", file=sys.stderr)
+        return 1
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
