@@ -53,8 +53,9 @@ def load_engine(
     threads: int = 1,
     prefix_cache: bool = False,
     kernels: Kernels = "auto",
+    device: str = "cpu",
 ) -> LoadedEngine:
-    """Load weights and make a pool of at least `pool_tokens` tokens.
+    """Load weights and make a pool of at least `pool_tokens` tokens, both on torch's `device`.
 
     `kernels` "auto" takes the native ones where they can be used and torch's elsewhere. Raises `ModelError` if the
     model cannot be used, `ConfigError` if `max_model_len` exceeds what it was made for or native kernels are asked for
@@ -71,10 +72,10 @@ def load_engine(
             f"sliding_window = {config.sliding_window} is not supported for contexts of {longest} tokens "
             f"(at most {config.sliding_window}: set PDD_MAX_MODEL_LEN)"
         )
-    parameters = Parameters(config, getattr(torch, dtype))
+    parameters = Parameters(config, getattr(torch, dtype), torch.device(device))
     fill(parameters.slots(), checkpoint.tensors())
     spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
-    pool = KvPool(spec, 1 + spec.blocks_for(pool_tokens))
+    pool = KvPool(spec, 1 + spec.blocks_for(pool_tokens), device)
     cache = RadixCache(BlockPool(pool.num_blocks), block_size, enabled=prefix_cache)
     engine = Engine(
         _decoder(parameters, pool, kernels, threads),
@@ -113,11 +114,18 @@ def _settle_memory() -> None:
 def _decoder(parameters: Parameters, pool: KvPool, kernels: Kernels, threads: int) -> Decoder:
     """The fastest decoder that `kernels` allow. Raises `ConfigError`."""
     views = [pool.layer(index) for index in range(parameters.config.num_layers)]
-    if kernels != "torch":
-        obstacle = unsupported(parameters.config) or library.missing()
-        if obstacle is None:
-            return NativeDecoder(parameters, views, threads=threads)
-        if kernels == "native":
-            raise ConfigError(f"PDD_KERNELS: native kernels cannot be used: {obstacle}")
-        log.info("native_kernels_unused", reason=obstacle)
+    obstacle = "PDD_KERNELS is torch" if kernels == "torch" else _no_native_kernels(parameters)
+    if obstacle is None:
+        log.info("kernels_chosen", kernels="native", threads=threads)
+        return NativeDecoder(parameters, views, threads=threads)
+    if kernels == "native":
+        raise ConfigError(f"PDD_KERNELS: native kernels cannot be used: {obstacle}")
+    log.info("kernels_chosen", kernels="torch", threads=threads, not_native=obstacle)
     return TorchDecoder(parameters, TorchAttention(views))
+
+
+def _no_native_kernels(parameters: Parameters) -> str | None:
+    """Why they cannot be used, or None if they can."""
+    if parameters.device.type != "cpu":
+        return f"they compute on the CPU, not on {parameters.device}"
+    return unsupported(parameters.config) or library.missing()

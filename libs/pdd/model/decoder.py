@@ -22,6 +22,7 @@ class Decoder(Protocol):
         """Compute a planned step and return the logits after some of its tokens.
 
         `tokens` lie sequence by sequence, as `slices` say, which tell their positions too; their KV is in the pool
-        afterwards. `rows` are indices into `tokens`. Returns `[len(rows), vocab_size]`.
+        afterwards. `rows` are indices into `tokens`. Returns `[len(rows), vocab_size]` in the host's memory: there the
+        same sampler draws for every device.
         """
         ...

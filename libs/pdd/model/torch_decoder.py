@@ -50,7 +50,7 @@ class TorchDecoder:
             gate, up = layer.gate_up(self._rms_norm(x, layer.mlp_norm)).chunk(2, dim=-1)
             x = x + layer.down(F.silu(gate) * up)
         wanted = x[torch.tensor(rows, dtype=torch.int64, device=weights.device)]
-        return F.linear(self._rms_norm(wanted, weights.norm), weights.head)
+        return F.linear(self._rms_norm(wanted, weights.norm), weights.head).cpu()
 
     def _rms_norm(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         # torch's CPU kernel computes bfloat16 in float32 and rounds once, at the end.

@@ -19,10 +19,10 @@ from pdd.native import library
 from pdd.native.decoder import NativeDecoder, unsupported
 
 
-def filled(path: Path, dtype: torch.dtype = torch.float32) -> Parameters:
+def filled(path: Path, dtype: torch.dtype = torch.float32, device: str = "cpu") -> Parameters:
     """A checkpoint's parameters, plain."""
     checkpoint = Checkpoint(path)
-    parameters = Parameters(checkpoint.config, dtype)
+    parameters = Parameters(checkpoint.config, dtype, torch.device(device))
     fill(parameters.slots(), checkpoint.tensors())
     return parameters
 
@@ -36,13 +36,19 @@ class Runner:
     """One model with a pool, and one sequence in it."""
 
     def __init__(
-        self, path: Path, dtype: str = "float32", block_size: int = 4, kernels: str = "torch", threads: int = 1
+        self,
+        path: Path,
+        dtype: str = "float32",
+        block_size: int = 4,
+        kernels: str = "torch",
+        threads: int = 1,
+        device: str = "cpu",
     ) -> None:
-        parameters = filled(path, getattr(torch, dtype))
+        parameters = filled(path, getattr(torch, dtype), device)
         config = self.config = parameters.config
         blocks = -(-128 // block_size)
         spec = KvSpec(config.num_layers, config.num_kv_heads, config.head_dim, block_size, dtype)
-        self.pool = KvPool(spec, blocks + 1)
+        self.pool = KvPool(spec, blocks + 1, device)
         views = [self.pool.layer(index) for index in range(config.num_layers)]
         self.decoder: Decoder = (
             NativeDecoder(parameters, views, threads=threads)

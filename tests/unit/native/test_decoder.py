@@ -13,10 +13,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdd.attention.interface import SequenceSlice
+from pdd.engine.engine import SequenceSpec, generate
 from pdd.engine.loading import load_engine
 from pdd.errors import ConfigError
+from pdd.kv import KvNamespace
 from pdd.native import build, library
-from tests.model_fixtures import save_tiny
+from pdd.types import AttemptKey, Sampling, StopRule
+from tests.model_fixtures import default_model_path, save_tiny
 from tests.unit.model.runner import Runner
 
 pytestmark = pytest.mark.skipif(bool(library.missing()), reason=f"no native kernels: {library.missing()}")
@@ -79,6 +82,36 @@ def test_a_row_is_the_same_in_any_batch(dtype: str, tiny: Path, data: st.DataObj
         assert torch.equal(got, expected)
         for i, n in counts.items():
             done[i] += n
+
+
+@pytest.mark.model
+def test_bfloat16_goes_on_alike_wherever_another_takes_over() -> None:
+    """The KV of an answer's beginning is the same extended at once as decoded token by token: so is what follows."""
+    engine = load_engine(
+        default_model_path(),
+        dtype="bfloat16",
+        block_size=16,
+        pool_tokens=4096,
+        step_tokens=128,
+        seats=4,
+        prefix_cache=True,
+        kernels="native",
+    ).engine
+    prompt, length = _tokens(300), 24
+
+    def answer(known: list[int]) -> list[int]:
+        key = AttemptKey(f"{len(known):032x}", 1)
+        blocks = engine.cache.match(KvNamespace(), prompt[:-1])
+        assert bool(blocks) == bool(known)
+        spec = SequenceSpec(
+            key, prompt, known, Sampling(), StopRule(length), 16 * len(blocks), blocks, namespace=KvNamespace()
+        )
+        return generate(engine, spec)
+
+    whole = answer([])
+    assert len(whole) == length
+    for position in range(1, length):
+        assert answer(whole[:position]) == whole, position
 
 
 def test_only_pages_of_the_batch_are_written(tiny: Path) -> None:
